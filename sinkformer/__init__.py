@@ -1,0 +1,48 @@
+"""sinkformer: couplings between two measures, learned, differentiable, with exact marginals.
+
+``import sinkformer as sf``. Texts live in ``sinkformer.text``, the command line in ``sinkformer.cli``.
+"""
+
+import importlib
+from importlib.metadata import version as _version
+from typing import TYPE_CHECKING
+
+from sinkformer import costs as costs
+from sinkformer import errors as errors
+from sinkformer.costs import Cost as Cost
+from sinkformer.costs import Euclidean as Euclidean
+from sinkformer.costs import Matrix as Matrix
+from sinkformer.costs import NegativeDot as NegativeDot
+from sinkformer.costs import SqEuclidean as SqEuclidean
+from sinkformer.couplings import Coupling as Coupling
+from sinkformer.encoders import Encoder as Encoder
+from sinkformer.measures import Measure as Measure
+from sinkformer.solutions import Solution as Solution
+from sinkformer.solutions import Status as Status
+from sinkformer.solvers import sinkhorn as sinkhorn
+
+if TYPE_CHECKING:
+    from sinkformer import losses as losses
+    from sinkformer import plots as plots
+    from sinkformer import testing as testing
+    from sinkformer import text as text
+    from sinkformer.models import SinkhornTransformer as SinkhornTransformer
+    from sinkformer.models import SinkhornTransformerConfig as SinkhornTransformerConfig
+
+__version__ = _version("sinkformer")
+
+# Loaded when first asked for: they bring heavier imports.
+_ROOMS = ("losses", "plots", "testing", "text")
+_MODELS = ("SinkhornTransformer", "SinkhornTransformerConfig")
+
+
+def __getattr__(name: str):
+    if name in _ROOMS:
+        return importlib.import_module(f"sinkformer.{name}")
+    if name in _MODELS:
+        return getattr(importlib.import_module("sinkformer.models"), name)
+    raise AttributeError(f"module 'sinkformer' has no attribute {name!r}")
+
+
+def __dir__():
+    return sorted([*globals(), *_ROOMS, *_MODELS])

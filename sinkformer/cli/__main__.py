@@ -1,0 +1,5 @@
+"""``python -m sinkformer.cli``."""
+
+from sinkformer.cli import main
+
+main()

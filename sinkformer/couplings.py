@@ -1,0 +1,636 @@
+"""Couplings: joint distributions of two measures, as lazy matrices.
+
+A ``Coupling`` behaves like the matrix P of masses on pairs of atoms without being one: ``pi @ v``, ``pi.mT``,
+``pi.shape``, marginals, samples and pictures are computed from blocks of rows. Only ``to_dense()`` and ``as_measure()``
+make all n x m numbers at once.
+
+``EntropicCoupling`` holds potentials and features, P = a b exp((f + g - C) / epsilon); ``DenseCoupling`` a given matrix;
+``RoundedCoupling`` another coupling moved to exact marginals.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+from typing_extensions import Unpack
+
+from sinkformer import ops
+from sinkformer._numerics import FLOAT_DTYPES, mass_tolerance, potential_dtype, relative_entropy, safe_divide, safe_log
+from sinkformer._typing import Features, PerProblem, PlanMatrix, Points
+from sinkformer.costs import Cost, Euclidean, Matrix, SqEuclidean, as_cost
+from sinkformer.errors import ConfigError, DTypeError, NonFiniteError, ShapeError, WeightError
+from sinkformer.measures import Measure, check_compatible
+from sinkformer.solutions import Solution
+from sinkformer.solvers import (
+    SinkhornOptions,
+    as_measure,
+    check_epsilon,
+    check_mask,
+    sinkhorn,
+)
+
+
+class TopK(NamedTuple):
+    """Largest entries of every row: masses and target indices, ``(*batch, n, k)``."""
+
+    values: Tensor
+    indices: Tensor
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """A-posteriori bound on the distance between a rounded plan and the exact solution of its entropic problem.
+
+    Attributes:
+        duality_gap: primal cost of the rounded plan minus the dual value, ``(*batch)``, with a margin for rounding.
+        diameter: D = diam(source) + diam(target), Euclidean, over atoms of positive weight.
+        w1_bound: W1(rounded, exact) <= D sqrt(gap / (2 epsilon)), for the additive Euclidean ground metric.
+        tv_bound: the same for the total variation distance, sqrt(gap / (2 epsilon)), at most 1.
+    """
+
+    duality_gap: PerProblem
+    diameter: PerProblem
+    w1_bound: PerProblem
+    tv_bound: PerProblem
+
+
+class Coupling(ABC):
+    """A joint distribution of ``source`` and ``target``, shape ``(*batch, n, m)``; build one with ``solve`` or ``from_dense``.
+
+    Entries are non-negative. The marginals are those of the two measures, up to ``solution.marginal_error`` if a solver
+    made it; ``rounded()`` makes them exact.
+    """
+
+    source: Measure
+    target: Measure
+
+    # Construction -----------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def solve(
+        mu: Measure | Tensor,
+        nu: Measure | Tensor,
+        *,
+        cost: Cost | Tensor = SqEuclidean(),  # noqa: B008 - stateless
+        epsilon: float | PerProblem,
+        features: tuple[Features, Features] | None = None,
+        maps: tuple[Callable[[Points], Features], Callable[[Points], Features]] | None = None,
+        **options: Unpack[SinkhornOptions],
+    ) -> EntropicCoupling:
+        """Entropic coupling of two measures: ``sinkhorn`` plus the object.
+
+        Args:
+            mu: source measure, or its weights if the cost is a matrix.
+            nu: target measure, or its weights.
+            cost: cost of the features, or a matrix ``(*batch, n, m)``.
+            epsilon: strength of the entropy, > 0, in the units of the cost; a number or ``(*batch)``.
+            features: what the cost is evaluated on, ``(*batch, n, r)`` and ``(*batch, m, r)``; the points by default.
+            maps: functions from points to features, for evaluation off the atoms; the identity if ``features`` is None.
+            **options: as for :func:`sinkformer.sinkhorn`, whose errors are also raised here.
+        """
+        mu, nu = as_measure(mu), as_measure(nu)
+        check_compatible(mu, nu)
+        cost = as_cost(cost)
+        x, y = (mu.points, nu.points) if features is None else features
+        solution = sinkhorn(mu.pushforward(x), nu.pushforward(y), cost=cost, epsilon=epsilon, **options)
+        mask = options.get("mask")
+        if mask is not None:
+            mask = check_mask(mask, (*mu.batch_shape, mu.n, nu.n))
+        if maps is None and features is None:
+            maps = (lambda points: points), (lambda points: points)
+        return EntropicCoupling(mu, nu, x, y, cost, mask, check_epsilon(epsilon, mu), solution, maps)
+
+    @staticmethod
+    def from_dense(mu: Measure, nu: Measure, plan: PlanMatrix) -> DenseCoupling:
+        """Coupling from a matrix of masses, ``(*batch, n, m)``; its marginals are its own, see ``DenseCoupling``."""
+        return DenseCoupling(mu, nu, plan)
+
+    # What a subclass owes ---------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _block(self, start: int, stop: int) -> Tensor:
+        """Rows ``start`` to ``stop`` of the plan, in the dtype of potentials."""
+
+    @property
+    @abstractmethod
+    def mT(self) -> Coupling:
+        """The coupling with source and target exchanged."""
+
+    @abstractmethod
+    def _map(self, function: Callable[[Tensor], Tensor]) -> Coupling:
+        """Apply a function to every tensor (indexing of batch axes, detach, moves)."""
+
+    def _conditional_block(self, start: int, stop: int) -> Tensor:
+        block = self._block(start, stop)
+        return safe_divide(block, block.sum(-1, keepdim=True))
+
+    # Description ------------------------------------------------------------------------------------------------------
+
+    @property
+    def batch_shape(self) -> torch.Size:
+        """Leading axes."""
+        return self.source.batch_shape
+
+    @property
+    def shape(self) -> torch.Size:
+        """``(*batch, n, m)``."""
+        return torch.Size((*self.batch_shape, self.source.n, self.target.n))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the measures, and of every answer; sums are taken in float64."""
+        return self.source.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the measures."""
+        return self.source.device
+
+    def __repr__(self) -> str:
+        """Type and shape."""
+        return f"{type(self).__name__}(shape={tuple(self.shape)}, {self.dtype})"
+
+    def __len__(self) -> int:
+        """Size of the first batch axis."""
+        return len(self.source)
+
+    def __getitem__(self, index: Any) -> Coupling:
+        """Select along the batch axes."""
+        _ = self.source[index]  # raises for what is no batch index
+        return self._map(lambda t: t[index])
+
+    def __iter__(self) -> Iterator[Coupling]:
+        """Iterate over the first batch axis."""
+        return (self[k] for k in range(len(self)))
+
+    def detach(self) -> Coupling:
+        """Same coupling outside the autograd graph."""
+        return self._map(Tensor.detach)
+
+    # Linear algebra ---------------------------------------------------------------------------------------------------
+
+    def _over_blocks(self, function: Callable[[Tensor, int, int], Any], conditional: bool = False) -> list[Any]:
+        """``function(block, start, stop)`` for every block of rows; blocks are recomputed in the backward pass."""
+        block = self._conditional_block if conditional else self._block
+        ranges = list(ops.row_blocks(tuple(self.shape)))
+
+        def run(start: int, stop: int) -> Any:
+            with torch.autocast(self.device.type, enabled=False):
+                return function(block(start, stop), start, stop)
+
+        if len(ranges) == 1 or not torch.is_grad_enabled():
+            return [run(start, stop) for start, stop in ranges]
+        return [checkpoint(run, start, stop, use_reentrant=False) for start, stop in ranges]
+
+    def _wide(self, t: Tensor) -> Tensor:
+        return t.to(potential_dtype(self.device))
+
+    def __matmul__(self, v: Tensor) -> Tensor:
+        """P v for ``v`` of shape ``(*batch, m, k)``, or ``(m,)``: ``(*batch, n, k)`` or ``(*batch, n)``."""
+        if not isinstance(v, Tensor):
+            raise DTypeError(f"expected a tensor to the right of @, received {type(v).__name__}")
+        rows = v.shape[-1] if v.dim() == 1 else v.shape[-2]
+        if rows != self.shape[-1]:
+            raise ShapeError(
+                f"expected a tensor of shape (*batch, {self.shape[-1]}, k) or ({self.shape[-1]},), received {tuple(v.shape)}"
+            )
+        wide = self._wide(v)
+        dim = -1 if v.dim() == 1 else -2
+        return torch.cat(self._over_blocks(lambda p, *_: p @ wide), dim).to(self.dtype)
+
+    def marginals(self) -> tuple[Tensor, Tensor]:
+        """Row and column sums of the plan, ``(*batch, n)`` and ``(*batch, m)``: what the coupling has, not what it should have."""
+        p, q = self._marginals()
+        return p.to(self.dtype), q.to(self.dtype)
+
+    def _marginals(self) -> tuple[Tensor, Tensor]:
+        parts = self._over_blocks(lambda p, *_: ops.marginals(p))
+        return torch.cat([row for row, _ in parts], -1), torch.stack([column for _, column in parts]).sum(0)
+
+    @property
+    def mass(self) -> PerProblem:
+        """Sum of all entries, ``(*batch)``: one for a coupling, less for an unbalanced plan."""
+        return self._marginals()[0].sum(-1).to(self.dtype)
+
+    def marginal_error(self) -> PerProblem:
+        """L1 violation of both marginals, sum_i |P1 - a|_i + sum_j |P^T 1 - b|_j, measured now, ``(*batch)``."""
+        p, q = self._marginals()
+        a, b = self._weights()
+        return ((p - a).abs().sum(-1) + (q - b).abs().sum(-1)).to(self.dtype)
+
+    def _weights(self) -> tuple[Tensor, Tensor]:
+        """Weights as the solver used them: with equal totals."""
+        a, b = self._wide(self.source.weights), self._wide(self.target.weights)
+        return a / a.sum(-1, keepdim=True), b / b.sum(-1, keepdim=True)
+
+    def to_dense(self) -> PlanMatrix:
+        """The plan as a matrix, ``(*batch, n, m)``."""
+        return torch.cat(self._over_blocks(lambda p, *_: p), -2).to(self.dtype)
+
+    def as_measure(self) -> Measure:
+        """The joint distribution as a measure on the product space: n m atoms (x_i, y_j), row-major, in dimension d + d'.
+
+        Raises:
+            WeightError: the total mass is not one.
+        """
+        plan = self.to_dense().flatten(-2)
+        total = plan.detach().sum(-1, dtype=torch.float64)
+        if bool(((total - 1).abs() > mass_tolerance(self.dtype)).any()):
+            worst = total.flatten()[(total - 1).abs().argmax()].item()
+            raise WeightError(
+                f"expected a plan of total mass 1, received {worst:.6g}; use .rounded() for a balanced plan"
+            )
+        return Measure(self.source.product(self.target).points, plan)
+
+    # Reading ----------------------------------------------------------------------------------------------------------
+
+    def conditional(self) -> Conditional:
+        """The conditional distributions pi(. | x_i) as a lazy row-stochastic matrix."""
+        return Conditional(self)
+
+    def barycentric_projection(self, values: Tensor | None = None) -> Tensor:
+        """Conditional mean E[v(Y) | X = x_i]: ``(*batch, n, k)``.
+
+        Args:
+            values: v at the target atoms, ``(*batch, m, k)``; the target points by default. Defined at source atoms of
+                weight zero too, for an entropic coupling.
+        """
+        return self.conditional() @ (self.target.points if values is None else values)
+
+    def argmax(self) -> Tensor:
+        """Target index of the largest entry of every row, ``(*batch, n)``, int64; the first of equal ones."""
+        return torch.cat(self._over_blocks(lambda p, *_: p.argmax(-1), conditional=True), -1)
+
+    def topk(self, k: int) -> TopK:
+        """The k largest entries of every row, in decreasing order."""
+        if not 1 <= k <= self.shape[-1]:
+            raise ShapeError(f"expected k between 1 and {self.shape[-1]}, received {k}")
+        parts = self._over_blocks(lambda p, *_: tuple(p.topk(k, -1)))
+        return TopK(torch.cat([v for v, _ in parts], -2).to(self.dtype), torch.cat([i for _, i in parts], -2))
+
+    @torch.no_grad()
+    def sample(self, k: int, *, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
+        """Draw k pairs of atoms from every coupling: source and target indices, ``(*batch, k)`` each, int64.
+
+        A plan of mass other than one is sampled in proportion.
+        """
+        if k < 0:
+            raise ShapeError(f"expected a number of samples k >= 0, received {k}")
+        flat = self._flat()
+        p = flat._marginals()[0]
+        if not bool((torch.isfinite(p).all(-1) & (p.sum(-1) > 0)).all()):
+            raise NonFiniteError(
+                "expected plans of positive, finite mass, received one without; look at solution.status"
+            )
+        if k == 0 or not len(p):
+            empty = torch.empty((*self.batch_shape, k), dtype=torch.int64, device=self.device)
+            return empty, empty.clone()
+        i = torch.multinomial(p, k, replacement=True, generator=generator)
+        u = torch.rand(i.shape, dtype=p.dtype, device=p.device, generator=generator)
+        j = torch.zeros_like(i)
+
+        def draw(rows: Tensor, start: int, stop: int) -> None:
+            problem, slot = ((i >= start) & (i < stop)).nonzero(as_tuple=True)
+            cumulative = rows.cumsum(-1)[problem, i[problem, slot] - start]
+            target = torch.searchsorted(
+                cumulative, (u[problem, slot] * cumulative[:, -1]).unsqueeze(-1), right=True
+            ).squeeze(-1)
+            j[problem, slot] = target.clamp_max(rows.shape[-1] - 1)
+
+        flat._over_blocks(draw, conditional=True)
+        return i.reshape((*self.batch_shape, k)), j.reshape((*self.batch_shape, k))
+
+    def _flat(self) -> Coupling:
+        depth = len(self.batch_shape)
+        return self._map(lambda t: t.reshape((-1, *t.shape[depth:])))
+
+    # Numbers ----------------------------------------------------------------------------------------------------------
+
+    def cost(self, ground: Cost | Tensor) -> PerProblem:
+        """<P, ground>, ``(*batch)``: mean cost of moving along the coupling; ``ground`` acts on the points of the measures."""
+        ground = as_cost(ground)
+        ground.check_shape(tuple(self.shape))
+        x, y = self._wide(self.source.points), self._wide(self.target.points)
+
+        def part(p: Tensor, start: int, stop: int) -> Tensor:
+            c = self._wide(ground.rows(x, y, start, stop))
+            return torch.where(p > 0, p * torch.where(p > 0, c, 0.0), 0.0).sum((-1, -2))
+
+        return torch.stack(self._over_blocks(part)).sum(0).to(self.dtype)
+
+    def entropy(self) -> PerProblem:
+        """Shannon entropy -sum P log P, in nats, ``(*batch)``."""
+        parts = self._over_blocks(
+            lambda p, *_: -torch.where(p > 0, p * torch.where(p > 0, p, 1.0).log(), 0.0).sum((-1, -2))
+        )
+        return torch.stack(parts).sum(0).to(self.dtype)
+
+    def mutual_information(self) -> PerProblem:
+        """KL(P | a (x) b), in nats, ``(*batch)``: zero exactly for the product; generalised KL if the mass is not one."""
+        a, b = self._weights()
+        parts = self._over_blocks(lambda p, s, e: relative_entropy(p, a[..., s:e, None] * b.unsqueeze(-2), (-1, -2)))
+        return torch.stack(parts).sum(0).to(self.dtype)
+
+    @torch.no_grad()
+    def rounded(self) -> RoundedCoupling:
+        """The coupling with exact marginals next to this one (Altschuler, Weed, Rigollet 2017), at most twice the L1 error away.
+
+        Exact to rounding of the dtype. Not differentiable: take gradients of the unrounded plan. A forbidden pair may
+        receive what the marginals of a plan that did not converge are short of.
+        """
+        base = self.detach()
+
+        def rows(v: Tensor) -> Tensor:
+            return torch.cat(base._over_blocks(lambda p, *_: (p @ v.unsqueeze(-1)).squeeze(-1)), -1)
+
+        def columns(u: Tensor) -> Tensor:
+            parts = base._over_blocks(lambda p, start, stop: (u[..., start:stop].unsqueeze(-2) @ p).squeeze(-2))
+            return torch.stack(parts).sum(0)
+
+        factors = ops.rounding(rows, columns, *base._weights())
+        return RoundedCoupling(base, *factors)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class EntropicCoupling(Coupling):
+    """P = a b exp((f + g - C) / epsilon), from potentials; every block of C is recomputed when needed.
+
+    Attributes:
+        source, target: the measures.
+        source_features, target_features: what the cost is evaluated on, ``(*batch, n, r)`` and ``(*batch, m, r)``.
+        cost_function: the ``Cost``.
+        mask: additive mask ``(*batch, n, m)``, or None.
+        epsilon: ``(*batch)``, float64.
+        solution: potentials, status and errors, see ``Solution``.
+        maps: functions from points to features, or None if they are unknown.
+    """
+
+    source: Measure
+    target: Measure
+    source_features: Features
+    target_features: Features
+    cost_function: Cost
+    mask: Tensor | None
+    epsilon: Tensor
+    solution: Solution
+    maps: tuple[Callable[[Points], Features], Callable[[Points], Features]] | None = None
+
+    def __repr__(self) -> str:
+        """Shape, epsilon, status and error."""
+        epsilon = f"{float(self.epsilon.flatten()[0]):.4g}" if self.epsilon.numel() else "?"
+        if self.epsilon.numel() and bool((self.epsilon != self.epsilon.flatten()[0]).any()):
+            epsilon = f"{float(self.epsilon.min()):.4g}..{float(self.epsilon.max()):.4g}"
+        return f"Coupling(shape={tuple(self.shape)}, epsilon={epsilon}, {self.solution!r})"
+
+    @property
+    def value(self) -> PerProblem:
+        """Optimal value of the entropic problem, differentiable by the envelope theorem."""
+        return self.solution.value
+
+    def cost_rows(self, start: int, stop: int) -> Tensor:
+        """Rows of the cost matrix with the mask added, in the dtype of potentials."""
+        with torch.autocast(self.device.type, enabled=False):
+            x, y = self._wide(self.source_features), self._wide(self.target_features)
+            matrix = self._wide(self.cost_function.rows(x, y, start, stop))
+        return matrix if self.mask is None else matrix + self._wide(self.mask[..., start:stop, :])
+
+    def _density_rows(self, start: int, stop: int) -> tuple[Tensor, Tensor, Tensor]:
+        a, b = self._weights()
+        f, a = self.solution.f[..., start:stop], a[..., start:stop]
+        return ops.density(self.cost_rows(start, stop), f, self.solution.g, a, b, self.epsilon), a, b
+
+    def _block(self, start: int, stop: int) -> Tensor:
+        k, a, b = self._density_rows(start, stop)
+        return a.unsqueeze(-1) * b.unsqueeze(-2) * k
+
+    def _conditional_block(self, start: int, stop: int) -> Tensor:
+        # Without the factor a_i, so that rows of weight zero have a conditional too.
+        k, _, b = self._density_rows(start, stop)
+        rows = b.unsqueeze(-2) * k
+        return safe_divide(rows, rows.sum(-1, keepdim=True))
+
+    @property
+    def mT(self) -> EntropicCoupling:
+        """Source and target exchanged."""
+        return EntropicCoupling(
+            self.target,
+            self.source,
+            self.target_features,
+            self.source_features,
+            self.cost_function.transposed(),
+            None if self.mask is None else self.mask.mT,
+            self.epsilon,
+            self.solution.transposed(),
+            None if self.maps is None else (self.maps[1], self.maps[0]),
+        )
+
+    def _map(self, function: Callable[[Tensor], Tensor]) -> EntropicCoupling:
+        cost = self.cost_function
+        return replace(
+            self,
+            source=self.source.map(function),
+            target=self.target.map(function),
+            source_features=function(self.source_features),
+            target_features=function(self.target_features),
+            cost_function=Matrix(function(cost.values)) if isinstance(cost, Matrix) else cost,
+            mask=None if self.mask is None else function(self.mask),
+            epsilon=function(self.epsilon),
+            solution=self.solution.map(function),
+        )
+
+    def density(self, x: Points | None = None, y: Points | None = None) -> Tensor:
+        """Density of the coupling with respect to mu (x) nu at any points, atoms or not.
+
+        The potentials extend to the whole space by their own equations (soft c-transform).
+
+        Args:
+            x: source points ``(*batch, p, d)``; the source atoms by default.
+            y: target points ``(*batch, q, d')``; the target atoms by default.
+
+        Returns:
+            ``(*batch, p, q)``.
+
+        Raises:
+            ConfigError: points off the atoms where the cost is known at the atoms only: a given matrix, a mask, or
+                features without ``maps``.
+        """
+        if x is None and y is None:
+            parts = [self._density_rows(start, stop)[0] for start, stop in ops.row_blocks(tuple(self.shape))]
+            return torch.cat(parts, -2).to(self.dtype)
+        if self.maps is None or self.mask is not None or isinstance(self.cost_function, Matrix):
+            raise ConfigError(
+                "expected a cost that is defined off the atoms, received a matrix, a mask or features without maps; "
+                "pass maps=(source_map, target_map) to Coupling.solve"
+            )
+        a, b = self._weights()
+        f, g, (tau_a, tau_b) = self.solution.f, self.solution.g, self.solution.taus
+        x_features, y_features = self._wide(self.source_features), self._wide(self.target_features)
+        with torch.autocast(self.device.type, enabled=False):
+            if x is not None:
+                x_features = self._wide(self.maps[0](x))
+                f = tau_a * ops.softmin(self.cost_function(x_features, y_features), g, safe_log(b), self.epsilon)
+            if y is not None:
+                y_features = self._wide(self.maps[1](y))
+                across = self.cost_function(self._wide(self.source_features), y_features).mT
+                g = tau_b * ops.softmin(across, self.solution.f, safe_log(a), self.epsilon)
+            cost = self.cost_function(x_features, y_features)
+        ones = torch.ones_like(f), torch.ones_like(g)
+        return ops.density(cost, f, g, *ones, self.epsilon).to(self.dtype)
+
+    def transport_cost(self) -> PerProblem:
+        """<P, C> for the coupling's own cost, without the entropy, ``(*batch)``."""
+
+        def part(p: Tensor, start: int, stop: int) -> Tensor:
+            return torch.where(p > 0, p * torch.where(p > 0, self.cost_rows(start, stop), 0.0), 0.0).sum((-1, -2))
+
+        return torch.stack(self._over_blocks(part)).sum(0).to(self.dtype)
+
+    @torch.no_grad()
+    def certificate(self) -> Certificate:
+        """How far the rounded plan can be from the exact solution, from the duality gap (Pinsker).
+
+        W1(rounded, exact) <= D sqrt(gap / (2 epsilon)) for the metric |x - x'| + |y - y'| on the product space.
+
+        Raises:
+            ConfigError: an unbalanced problem, whose plans have no common marginals.
+        """
+        if self.solution.taus != (1.0, 1.0):
+            raise ConfigError(f"expected hard marginals (tau_a = tau_b = 1), received taus {self.solution.taus}")
+        # The gap is a difference of two sums in float64; the margin covers their rounding.
+        scale = self.solution.value.double().abs() + self.epsilon + 1e-300
+        gap = self.solution.duality_gap.clamp_min(0.0) + 1e-13 * scale
+        tv = (gap / (2 * self.epsilon)).sqrt()
+        diameter = _diameter(self.source) + _diameter(self.target)
+        return Certificate(gap, diameter, diameter * tv, tv.clamp_max(1.0))
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class DenseCoupling(Coupling):
+    """A given plan. Its marginals need not be those of the measures: ``marginal_error()`` says by how much they differ.
+
+    Raises:
+        DTypeError: not floating point, or not the dtype of the measures.
+        ShapeError: not ``(*batch, n, m)``.
+        WeightError: a negative entry.
+        NonFiniteError: a NaN or an infinity.
+    """
+
+    source: Measure
+    target: Measure
+    plan: PlanMatrix
+
+    def __post_init__(self):
+        """Check the plan."""
+        check_compatible(self.source, self.target)
+        if (
+            not isinstance(self.plan, Tensor)
+            or self.plan.dtype not in FLOAT_DTYPES
+            or self.plan.dtype != self.source.dtype
+        ):
+            received = self.plan.dtype if isinstance(self.plan, Tensor) else type(self.plan).__name__
+            raise DTypeError(
+                f"expected the plan as a tensor of the dtype of the measures, {self.source.dtype}, received {received}"
+            )
+        if self.plan.shape != self.shape:
+            raise ShapeError(f"expected a plan of shape {tuple(self.shape)}, received {tuple(self.plan.shape)}")
+        if not bool(torch.isfinite(self.plan).all()):
+            raise NonFiniteError("expected a finite plan, received a NaN or an infinity")
+        if bool((self.plan < 0).any()):
+            raise WeightError(f"expected non-negative masses, received {self.plan.min().item():.6g}")
+
+    def _block(self, start: int, stop: int) -> Tensor:
+        return self._wide(self.plan[..., start:stop, :])
+
+    @property
+    def mT(self) -> DenseCoupling:
+        """Source and target exchanged."""
+        return DenseCoupling(self.target, self.source, self.plan.mT)
+
+    def _map(self, function: Callable[[Tensor], Tensor]) -> DenseCoupling:
+        return DenseCoupling(self.source.map(function), self.target.map(function), function(self.plan))
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class RoundedCoupling(Coupling):
+    """diag(r) P diag(c) + left right^T: another coupling moved to exact marginals."""
+
+    base: Coupling
+    row_factor: Tensor
+    column_factor: Tensor
+    left: Tensor
+    right: Tensor
+
+    @property
+    def source(self) -> Measure:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Source of the base."""
+        return self.base.source
+
+    @property
+    def target(self) -> Measure:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Target of the base."""
+        return self.base.target
+
+    def _block(self, start: int, stop: int) -> Tensor:
+        scaled = (
+            self.base._block(start, stop) * self.row_factor[..., start:stop, None] * self.column_factor.unsqueeze(-2)
+        )
+        return scaled + self.left[..., start:stop, None] * self.right.unsqueeze(-2)
+
+    @property
+    def mT(self) -> RoundedCoupling:
+        """Source and target exchanged."""
+        total = self.right.sum(-1, keepdim=True)
+        mass = self.left.sum(-1, keepdim=True)
+        left = self.right * mass  # only right is normalised
+        right = safe_divide(self.left * total, mass)
+        return RoundedCoupling(self.base.mT, self.column_factor, self.row_factor, left, right)
+
+    def _map(self, function: Callable[[Tensor], Tensor]) -> RoundedCoupling:
+        tensors = (self.row_factor, self.column_factor, self.left, self.right)
+        return RoundedCoupling(self.base._map(function), *(function(t) for t in tensors))
+
+
+@dataclass(frozen=True, eq=False)
+class Conditional:
+    """Row-stochastic matrix of the conditional distributions pi(. | x_i); rows without mass and without density are zero."""
+
+    coupling: Coupling
+
+    @property
+    def shape(self) -> torch.Size:
+        """``(*batch, n, m)``."""
+        return self.coupling.shape
+
+    def __matmul__(self, v: Tensor) -> Tensor:
+        """Conditional mean of ``v``, shape ``(*batch, m, k)`` to ``(*batch, n, k)``."""
+        pi = self.coupling
+        if not isinstance(v, Tensor) or v.dim() < 2 or v.shape[-2] != pi.shape[-1]:
+            received = tuple(v.shape) if isinstance(v, Tensor) else type(v).__name__
+            raise ShapeError(f"expected values of shape (*batch, {pi.shape[-1]}, k), received {received}")
+        wide = pi._wide(v)
+        # Padding may hold any number; 0 times it must be 0.
+        dead = (pi.target.weights == 0).unsqueeze(-1) & ~torch.isfinite(wide)
+        wide = wide.masked_fill(dead, 0.0)
+        return torch.cat(pi._over_blocks(lambda p, *_: p @ wide, conditional=True), -2).to(pi.dtype)
+
+    def to_dense(self) -> Tensor:
+        """All conditional distributions, ``(*batch, n, m)``."""
+        return torch.cat(self.coupling._over_blocks(lambda p, *_: p, conditional=True), -2).to(self.coupling.dtype)
+
+
+def _diameter(mu: Measure) -> Tensor:
+    """Largest Euclidean distance of two atoms of positive weight, ``(*batch)``, float64."""
+    x = mu.points.detach().to(potential_dtype(mu.device))
+    live = mu.weights > 0
+    largest = torch.zeros(mu.batch_shape, dtype=x.dtype, device=x.device)
+    for start, stop in ops.row_blocks((*mu.batch_shape, mu.n, mu.n)):
+        distances = Euclidean().rows(x, x, start, stop)
+        pairs = live[..., start:stop].unsqueeze(-1) & live.unsqueeze(-2)
+        largest = torch.maximum(largest, distances.masked_fill(~pairs, 0.0).amax((-1, -2)))
+    return largest

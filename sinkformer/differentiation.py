@@ -1,0 +1,179 @@
+"""Derivatives of the solution of an entropic transport problem.
+
+*Potentials and plan*: implicit function theorem at the solution, one matrix-free linear solve, no memory of the
+iterations. *Value*: envelope theorem, no solve at all. Both may be differentiated a second time.
+
+At the solution f = -tau_a epsilon LSE_j((g_j - C_ij)/epsilon + log b_j), and the same for g. Every formula below is a
+derivative of these two equations; the softmax weights in them are R = P / P1 and S = P / P^T 1, the conditionals of the
+plan with *its own* marginals, so that the operator keeps its exact kernel when the iteration stopped early.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from sinkformer import ops
+from sinkformer._numerics import safe_divide
+from sinkformer.errors import GradientWarning
+
+# Relative residual asked of the linear solve, and the one above which the derivative is called inaccurate.
+_SOLVE_RTOL = 1e-13
+_WARN_RTOL = 1e-6
+
+
+class _AdjointSolve(torch.autograd.Function):
+    """(l, u) from the transposed system of ``ops.adjoint_solve``, differentiable once."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, columns: Tensor, q: Tensor, right_f: Tensor, right_g: Tensor, taus: tuple):
+        left, up, residual = ops.adjoint_solve(
+            rows, columns, *taus, q, right_f, right_g, transposed=True, rtol=_SOLVE_RTOL
+        )
+        _report(residual)
+        ctx.save_for_backward(rows, columns, q, left, up)
+        ctx.taus = taus
+        return left, up
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor):
+        rows, columns, q, left, up = ctx.saved_tensors
+        tau_a, tau_b = ctx.taus
+        x, y, residual = ops.adjoint_solve(rows, columns, tau_a, tau_b, q, *grads, transposed=False, rtol=_SOLVE_RTOL)
+        _report(residual)
+        grad_rows = -tau_a * left.unsqueeze(-1) * y.unsqueeze(-2)
+        grad_columns = -tau_b * x.unsqueeze(-1) * up.unsqueeze(-2)
+        return grad_rows, grad_columns, None, x, y, None
+
+
+def _report(residual: Tensor) -> None:
+    if residual.numel() and float(residual.max()) > _WARN_RTOL:
+        warnings.warn(
+            f"the linear solve behind the derivative of a plan stopped at a relative residual of "
+            f"{float(residual.max()):.1e}: the plan is close to deterministic, its derivative ill-conditioned; "
+            f"use a larger epsilon, or differentiate the value instead",
+            GradientWarning,
+            stacklevel=2,
+        )
+
+
+class _Potentials(torch.autograd.Function):
+    """The identity on given potentials, with the derivative of the solution map (C, a, b, epsilon) -> (f, g)."""
+
+    @staticmethod
+    def forward(ctx: Any, cost: Tensor, a: Tensor, b: Tensor, epsilon: Tensor, f: Tensor, g: Tensor, taus: tuple):
+        f, g = f.clone(), g.clone()
+        ctx.save_for_backward(cost, a, b, epsilon, f, g)
+        ctx.taus = taus
+        return f, g
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor):
+        cost, a, b, epsilon, f, g = ctx.saved_tensors
+        tau_a, tau_b = ctx.taus
+        k = ops.density(cost, f, g, a, b, epsilon)
+        per_row, per_column = (k * b.unsqueeze(-2)).sum(-1), (k * a.unsqueeze(-1)).sum(-2)
+        k_rows, k_columns = safe_divide(k, per_row.unsqueeze(-1)), safe_divide(k, per_column.unsqueeze(-2))
+        rows, columns = k_rows * b.unsqueeze(-2), k_columns * a.unsqueeze(-1)
+        left, up = _solve(rows, columns, b * per_column, *grads, taus=ctx.taus)
+        left, up = (tau_a * left).unsqueeze(-1), (tau_b * up).unsqueeze(-2)
+        pull = left * rows + columns * up
+        slack = torch.where(torch.isinf(cost), 0.0, cost)
+        grad_f_direct = (left.squeeze(-1) / tau_a * f).sum(-1) if tau_a else 0.0
+        grad_g_direct = (up.squeeze(-2) / tau_b * g).sum(-1) if tau_b else 0.0
+        across = left * rows * (g.unsqueeze(-2) - slack) + columns * up * (f.unsqueeze(-1) - slack)
+        grad_epsilon = (grad_f_direct + grad_g_direct + across.sum((-1, -2))) / epsilon
+        scale = epsilon.unsqueeze(-1)
+        grad_a = -scale * (k_columns * up).sum(-1)
+        grad_b = -scale * (k_rows * left).sum(-2)
+        return pull, grad_a, grad_b, grad_epsilon, None, None, None
+
+
+def _solve(
+    rows: Tensor, columns: Tensor, q: Tensor, grad_f: Tensor, grad_g: Tensor, taus: tuple
+) -> tuple[Tensor, Tensor]:
+    solved = _AdjointSolve.apply(rows, columns, q, grad_f, grad_g, taus)
+    assert isinstance(solved, tuple)
+    return solved
+
+
+class _Value(torch.autograd.Function):
+    """The dual value, with the envelope derivative: P, f, g and KL(P | a (x) b); none through the potentials."""
+
+    @staticmethod
+    def forward(ctx: Any, cost: Tensor, a: Tensor, b: Tensor, epsilon: Tensor, f: Tensor, g: Tensor, taus: tuple):
+        ctx.save_for_backward(cost, a, b, epsilon, f, g)
+        ctx.taus = taus
+        return dual_value(cost, a, b, epsilon, f, g, taus)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor):
+        cost, a, b, epsilon, f, g = ctx.saved_tensors
+        (upstream,) = grads
+        rho_a, rho_b = (penalty(tau, epsilon) for tau in ctx.taus)
+        k = ops.density(cost, f, g, a, b, epsilon)
+        plan = a.unsqueeze(-1) * b.unsqueeze(-2) * k
+        scale = epsilon.unsqueeze(-1)
+        grad_a = _conjugate(f, rho_a) - scale * ((k - 1) * b.unsqueeze(-2)).sum(-1)
+        grad_b = _conjugate(g, rho_b) - scale * ((k - 1) * a.unsqueeze(-1)).sum(-2)
+        exponent = torch.where(k > 0, f.unsqueeze(-1) + g.unsqueeze(-2) - torch.where(k > 0, cost, 0.0), 0.0)
+        total = a.sum(-1) * b.sum(-1)
+        grad_epsilon = (plan * exponent).sum((-1, -2)) / epsilon - plan.sum((-1, -2)) + total
+        # At fixed tau the penalties move with epsilon: rho = epsilon tau / (1 - tau).
+        for weights, potential, rho in ((a, f, rho_a), (b, g, rho_b)):
+            if rho is not None:
+                ratio = safe_divide(potential, rho.unsqueeze(-1))
+                per_rho = -torch.expm1(-ratio) - ratio * torch.exp(-ratio)
+                grad_epsilon = grad_epsilon + (weights * per_rho).sum(-1) * rho / epsilon
+        matrix = upstream.unsqueeze(-1)
+        return (
+            matrix.unsqueeze(-1) * plan,
+            matrix * grad_a,
+            matrix * grad_b,
+            upstream * grad_epsilon,
+            None,
+            None,
+            None,
+        )
+
+
+def penalty(tau: float, epsilon: Tensor) -> Tensor | None:
+    """Strength rho of the KL penalty on a marginal, from tau = rho / (rho + epsilon); None for the hard constraint tau = 1."""
+    return None if tau == 1.0 else epsilon * tau / (1 - tau)
+
+
+def _conjugate(potential: Tensor, rho: Tensor | None) -> Tensor:
+    """-rho (exp(-h / rho) - 1), the concave conjugate of the penalty; h itself for the hard constraint."""
+    if rho is None:
+        return potential
+    return -rho.unsqueeze(-1) * torch.expm1(safe_divide(-potential, rho.unsqueeze(-1)))
+
+
+def dual_value(cost: Tensor, a: Tensor, b: Tensor, epsilon: Tensor, f: Tensor, g: Tensor, taus: tuple) -> Tensor:
+    """<a, f> + <b, g> - epsilon <exp((f + g - C)/epsilon) - 1, a (x) b>, with f and g conjugated where tau < 1."""
+    rho_a, rho_b = (penalty(tau, epsilon) for tau in taus)
+    k = ops.density(cost, f, g, a, b, epsilon)
+    mass = (a.unsqueeze(-1) * b.unsqueeze(-2) * k).sum((-1, -2))
+    linear = (a * _conjugate(f, rho_a)).sum(-1) + (b * _conjugate(g, rho_b)).sum(-1)
+    return linear - epsilon * (mass - a.sum(-1) * b.sum(-1))
+
+
+def implicit(
+    cost: Tensor, a: Tensor, b: Tensor, epsilon: Tensor, f: Tensor, g: Tensor, taus: tuple[float, float]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Attach derivatives to solved potentials: ``(f, g, value)``, functions of cost, weights and epsilon.
+
+    All tensors in the dtype of the potentials. The derivative in the weights is defined up to a constant: a and b only
+    move with equal total mass.
+    """
+    attached = _Potentials.apply(cost, a, b, epsilon, f, g, taus)
+    assert isinstance(attached, tuple)
+    f, g = attached
+    value = _Value.apply(cost, a, b, epsilon, f, g, taus)
+    assert isinstance(value, Tensor)
+    return f, g, value

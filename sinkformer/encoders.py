@@ -1,0 +1,218 @@
+"""Measure-valued transformer encoders: in-context maps (mu, x) -> R^r.
+
+Furuya, de Hoop, Peyre (arXiv 2408.01367): attention integrates over the measure instead of summing over tokens,
+
+    Gamma(mu, x) = x + sum_h W^h  int V^h y exp(<Q^h x, K^h y> / sqrt k) dmu(y) / int exp(<Q^h x, K^h z> / sqrt k) dmu(z),
+
+which for a weighted cloud is ordinary attention with log w_j added to the logits. Layers compose by pushing the measure
+forward and keeping its weights, so every layer is defined at every x: a point off the support is a token of weight zero,
+a *probe*. Everything else acts on one token, or on a weighted mean over the measure. No part counts tokens or depends on
+their order; positions, if they matter, are coordinates of x.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from sinkformer._numerics import safe_divide, safe_log
+from sinkformer._typing import Features, Points
+from sinkformer.errors import ConfigError, ShapeError
+from sinkformer.measures import Measure
+
+# Token-wise norms divide by sqrt(mean square + this), which keeps them continuous at zero (law I5).
+_NORM_EPSILON = 1e-3
+
+
+class MeasureAttention(nn.Module):
+    """Multi-head attention of tokens ``(*batch, q, width)`` to the atoms of a measure, log-weights on the logits.
+
+    Args:
+        width: size of a token; divisible by ``heads``.
+        heads: number of heads.
+        device, dtype: as for every torch module.
+
+    Raises:
+        ConfigError: ``width`` not divisible by ``heads``.
+    """
+
+    def __init__(self, width: int, heads: int, *, device=None, dtype=None):
+        """Create the four projections."""
+        super().__init__()
+        if heads < 1 or width % heads:
+            raise ConfigError(f"expected width divisible by heads, received width={width} and heads={heads}")
+        self.heads = heads
+        self.query = nn.Linear(width, width, bias=False, device=device, dtype=dtype)
+        self.key = nn.Linear(width, width, bias=False, device=device, dtype=dtype)
+        self.value = nn.Linear(width, width, bias=False, device=device, dtype=dtype)
+        self.out = nn.Linear(width, width, bias=False, device=device, dtype=dtype)
+
+    def forward(self, tokens: Tensor, atoms: Tensor, weights: Tensor, allowed: Tensor | None = None) -> Tensor:
+        """Attend.
+
+        Args:
+            tokens: where to evaluate, ``(*batch, q, width)``.
+            atoms: the atoms, ``(*batch, n, width)``.
+            weights: their weights, ``(*batch, n)``.
+            allowed: which atoms a token may see, bool ``(*batch, q, n)``; all if None. A token that may see no mass
+                receives zero.
+
+        Returns:
+            ``(*batch, q, width)``.
+        """
+
+        def split(t: Tensor) -> Tensor:
+            return t.unflatten(-1, (self.heads, -1)).transpose(-3, -2)
+
+        # Atoms of weight zero are silenced before the product: zero times infinity would reach everyone.
+        dead = (weights == 0).unsqueeze(-1)
+        keys, values = self.key(atoms).masked_fill(dead, 0.0), self.value(atoms).masked_fill(dead, 0.0)
+        queries = self.query(tokens)
+        bias = safe_log(weights).unsqueeze(-2).expand(*weights.shape[:-1], tokens.shape[-2], -1)
+        blind = None
+        if allowed is not None:
+            bias = bias.masked_fill(~allowed, -torch.inf)
+            blind = torch.isinf(bias).all(-1, keepdim=True)
+            bias = bias.masked_fill(blind, 0.0)
+        bias = bias.unsqueeze(-3).to(queries.dtype)
+        mixed = functional.scaled_dot_product_attention(split(queries), split(keys), split(values), attn_mask=bias)
+        mixed = self.out(mixed.transpose(-3, -2).flatten(-2))
+        return mixed if blind is None else mixed.masked_fill(blind, 0.0)
+
+    def extra_repr(self) -> str:
+        """Number of heads."""
+        return f"heads={self.heads}"
+
+
+class GatedMLP(nn.Module):
+    """Token-wise gated MLP, W_o (u * silu(g)), whose gate and input see a pooled context of the measure.
+
+    u = W_u z + C_u c and g = W_g z + C_g c with c = silu(int P y dmu(y)); ``context=False`` leaves c out.
+    """
+
+    def __init__(self, width: int, *, context: bool = True, device=None, dtype=None):
+        """Create the projections; the hidden size is twice the width."""
+        super().__init__()
+        self.up = nn.Linear(width, 4 * width, device=device, dtype=dtype)
+        self.down = nn.Linear(2 * width, width, device=device, dtype=dtype)
+        self.pool = nn.Linear(width, width, bias=False, device=device, dtype=dtype) if context else None
+        self.from_context = nn.Linear(width, 4 * width, bias=False, device=device, dtype=dtype) if context else None
+
+    def forward(self, tokens: Tensor, atoms: Tensor, averaging: Tensor) -> Tensor:
+        """Apply to every token; ``averaging`` ``(*batch, q or 1, n)`` holds the weights each token averages the atoms with."""
+        hidden = self.up(tokens)
+        if self.pool is not None and self.from_context is not None:
+            pooled = averaging.to(atoms.dtype) @ self.pool(atoms).to(atoms.dtype)
+            hidden = hidden + self.from_context(functional.silu(pooled))
+        value, gate = hidden.chunk(2, -1)
+        return self.down(value * functional.silu(gate))
+
+
+class Block(nn.Module):
+    """Pre-norm transformer block on a measure: attention, then a gated MLP, each added to its input."""
+
+    def __init__(self, width: int, heads: int, *, context: bool = True, device=None, dtype=None):
+        """Create norms, attention and MLP."""
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(width, eps=_NORM_EPSILON, device=device, dtype=dtype)
+        self.attention = MeasureAttention(width, heads, device=device, dtype=dtype)
+        self.mlp_norm = nn.RMSNorm(width, eps=_NORM_EPSILON, device=device, dtype=dtype)
+        self.mlp = GatedMLP(width, context=context, device=device, dtype=dtype)
+
+    def forward(self, tokens: Tensor, weights: Tensor, averaging: Tensor, allowed: Tensor | None) -> Tensor:
+        """Tokens ``(*batch, n + probes, width)``, of which the first n are the atoms with ``weights`` ``(*batch, n)``."""
+        n = weights.shape[-1]
+        normed = self.attention_norm(tokens)
+        tokens = tokens + self.attention(normed, normed[..., :n, :], weights, allowed)
+        normed = self.mlp_norm(tokens)
+        atoms = normed[..., :n, :].masked_fill((weights == 0).unsqueeze(-1), 0.0)
+        return tokens + self.mlp(normed, atoms, averaging)
+
+
+class Encoder(nn.Module):
+    """In-context map (mu, x) -> R^rank: input MLP, blocks, final norm, linear output plus a linear skip from x.
+
+    Obeys the laws of ``sinkformer.testing``: permutation, padding, splitting, evaluation off the support, continuity.
+
+    Args:
+        dim: coordinates of a point.
+        rank: size of the output.
+        width: size of a token.
+        heads: attention heads; divide ``width``.
+        depth: number of blocks.
+        causal: space-time variant (arXiv 2408.01367, Theorem 2): the last coordinate of a point is its time, and a token
+            at time t sees the atoms at times s <= t only; equal times see each other.
+        context: give the MLPs a pooled context.
+        scale: standard deviation of an output coordinate at initialisation.
+        device, dtype: as for every torch module.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        rank: int,
+        *,
+        width: int = 64,
+        heads: int = 4,
+        depth: int = 2,
+        causal: bool = False,
+        context: bool = True,
+        scale: float = 1.0,
+        device=None,
+        dtype=None,
+    ):
+        """Create the layers."""
+        super().__init__()
+        if min(dim, rank, width) < 1 or depth < 0:
+            raise ConfigError(
+                f"expected dim, rank, width >= 1 and depth >= 0, received dim={dim}, rank={rank}, width={width}, depth={depth}"
+            )
+        self.dim, self.rank, self.causal = dim, rank, causal
+        self.enter = nn.Sequential(
+            nn.Linear(dim, width, device=device, dtype=dtype),
+            nn.GELU(),
+            nn.Linear(width, width, device=device, dtype=dtype),
+        )
+        self.blocks = nn.ModuleList(
+            Block(width, heads, context=context, device=device, dtype=dtype) for _ in range(depth)
+        )
+        self.norm = nn.RMSNorm(width, eps=_NORM_EPSILON, device=device, dtype=dtype)
+        self.leave = nn.Linear(width, rank, device=device, dtype=dtype)
+        self.skip = nn.Linear(dim, rank, bias=False, device=device, dtype=dtype)
+        nn.init.normal_(self.leave.weight, std=scale / width**0.5)
+        nn.init.zeros_(self.leave.bias)
+        nn.init.normal_(self.skip.weight, std=scale / dim**0.5)
+
+    def forward(self, mu: Measure, at: Points | None = None) -> Features:
+        """Evaluate the in-context map.
+
+        Args:
+            mu: the measure, ``(*batch, n)`` atoms in ``dim`` coordinates.
+            at: points to evaluate at, ``(*batch, k, dim)``; the atoms of ``mu`` by default.
+
+        Returns:
+            ``(*batch, n, rank)``, or ``(*batch, k, rank)``.
+
+        Raises:
+            ShapeError: points of another dimension or batch shape.
+        """
+        if mu.d != self.dim:
+            raise ShapeError(f"expected points with {self.dim} coordinates, received {mu.d}; see the encoder's dim")
+        if at is not None and (at.shape[-1] != self.dim or at.shape[:-2] != mu.batch_shape):
+            raise ShapeError(f"expected probes of shape {(*mu.batch_shape, 'k', self.dim)}, received {tuple(at.shape)}")
+        points = mu.points if at is None else torch.cat([mu.points, at], -2)
+        allowed, averaging = None, mu.weights.unsqueeze(-2)
+        if self.causal:
+            allowed = mu.points[..., -1].unsqueeze(-2) <= points[..., -1].unsqueeze(-1)
+            seen = averaging * allowed
+            averaging = safe_divide(seen, seen.sum(-1, keepdim=True))
+        tokens = self.enter(points)
+        for block in self.blocks:
+            tokens = block(tokens, mu.weights, averaging, allowed)
+        features = self.leave(self.norm(tokens)) + self.skip(points)
+        return features if at is None else features[..., mu.n :, :]
+
+    def extra_repr(self) -> str:
+        """Sizes."""
+        return f"dim={self.dim}, rank={self.rank}, causal={self.causal}"

