@@ -205,7 +205,7 @@ class Coupling(ABC):
         return torch.cat(self._over_blocks(lambda p, *_: p @ wide), dim).to(self.dtype)
 
     def marginals(self) -> tuple[Tensor, Tensor]:
-        """Row and column sums of the plan, ``(*batch, n)`` and ``(*batch, m)``: what the coupling has, not what it should have."""
+        """Row and column sums, ``(*batch, n)`` and ``(*batch, m)``: what the plan has, not what it should have."""
         p, q = self._marginals()
         return p.to(self.dtype), q.to(self.dtype)
 

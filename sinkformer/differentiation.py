@@ -32,7 +32,7 @@ class _AdjointSolve(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, columns: Tensor, q: Tensor, right_f: Tensor, right_g: Tensor, taus: tuple):
         left, up, residual = ops.adjoint_solve(
-            rows, columns, *taus, q, right_f, right_g, transposed=True, rtol=_SOLVE_RTOL
+            rows, columns, taus[0], taus[1], q, right_f, right_g, transposed=True, rtol=_SOLVE_RTOL
         )
         _report(residual)
         ctx.save_for_backward(rows, columns, q, left, up)

@@ -110,7 +110,7 @@ class Measure:
             offsets: int64, shape ``(B + 1,)``: measure k owns the atoms ``offsets[k]`` to ``offsets[k + 1]``.
             weights: shape ``(total,)``, each measure's summing to one; uniform if omitted.
         """
-        _check_points(points)
+        _check_float("points", points)
         if points.dim() != 2 or offsets.dim() != 1 or offsets.is_floating_point() or offsets.numel() < 1:
             raise ShapeError(
                 f"expected points of shape (total, d) and integer offsets of shape (B + 1,), received "
@@ -360,7 +360,8 @@ def _check_alike(measures: Sequence[Measure], same_dimension: bool = True) -> No
 
 def _values_are_visible(t: Tensor) -> bool:
     """Whether values may be looked at: not while a graph is captured or a function is vectorised."""
-    return not (torch.compiler.is_compiling() or torch._C._functorch.is_batchedtensor(t) or t.is_meta)
+    batched = torch._C._functorch.is_batchedtensor(t)  # pyright: ignore[reportAttributeAccessIssue]
+    return not (torch.compiler.is_compiling() or batched or t.is_meta)
 
 
 def _first(bad: Tensor) -> list[int]:

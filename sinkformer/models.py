@@ -223,7 +223,7 @@ class SinkhornTransformer(
         local_files_only: bool = False,
         token: str | bool | None = None,
     ) -> SinkhornTransformer:
-        """Load a model written by ``save_pretrained``, from a folder or from the Hugging Face hub; in ``eval()`` mode, on the CPU.
+        """Load what ``save_pretrained`` wrote, from a folder or the Hugging Face hub; in ``eval()`` mode, on the CPU.
 
         Strict: a missing or surplus tensor, a tensor of another shape, and an unknown key of the configuration are errors.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from torch import Tensor
@@ -13,6 +13,7 @@ from sinkformer.errors import ConfigError, MissingExtraError, ShapeError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
     from sinkformer.couplings import Coupling
 
@@ -57,14 +58,13 @@ def coupling(
             raise ShapeError(
                 f"expected {size} names for the {name} of a plan of shape {(n, m)}, received {len(labels)}"
             )
-    if ax is None:
-        ax = _pyplot().gca()
+    axes: Axes = _pyplot().gca() if ax is None else ax
     from matplotlib.patches import Rectangle
 
     low, high = (
         limits if limits is not None else (0.0, float(values.max()) if values.size and values.max() > 0 else 1.0)
     )
-    image = ax.imshow(
+    image = axes.imshow(
         values,
         cmap="Blues",
         vmin=low,
@@ -73,16 +73,16 @@ def coupling(
         interpolation="nearest",
     )
     for i, j in marked:
-        ax.add_patch(Rectangle((j - 0.5, i - 0.5), 1, 1, fill=False, edgecolor="tab:red", linewidth=1.4))
-    _name(ax.yaxis, rows, n, {})
-    _name(ax.xaxis, columns, m, {"rotation": 90})
-    ax.xaxis.tick_top()
-    ax.xaxis.set_label_position("top")
-    ax.tick_params(length=0)
-    ax.set_ylabel("source")
-    ax.set_xlabel("target")
-    ax.figure.colorbar(image, ax=ax, label=label, fraction=0.04, pad=0.03)
-    return ax
+        axes.add_patch(Rectangle((j - 0.5, i - 0.5), 1, 1, fill=False, edgecolor="tab:red", linewidth=1.4))
+    _name(axes.yaxis, rows, n, {})
+    _name(axes.xaxis, columns, m, {"rotation": 90})
+    axes.xaxis.tick_top()
+    axes.xaxis.set_label_position("top")
+    axes.tick_params(length=0)
+    axes.set_ylabel("source")
+    axes.set_xlabel("target")
+    axes.figure.colorbar(image, ax=axes, label=label, fraction=0.04, pad=0.03)
+    return axes
 
 
 def new_axes(shape: Sequence[int]) -> Axes:
@@ -102,7 +102,7 @@ def new_axes(shape: Sequence[int]) -> Axes:
 def save(ax: Axes, path: str | Path) -> None:
     """Write the figure of ``ax``; the ending of the path decides the format."""
     check_format(path)
-    ax.figure.savefig(path, dpi=150)
+    cast("Figure", ax.figure).savefig(path, dpi=150, bbox_inches="tight")
 
 
 def check_format(path: str | Path) -> None:

@@ -39,7 +39,8 @@ class Status(enum.IntEnum):
 _EXPLANATIONS = {
     Status.CONVERGED: "the marginal error is below the tolerance",
     Status.MAX_ITERATIONS: (
-        "the iterations ended before the marginal error reached the tolerance; raise max_iterations or epsilon, "
+        "the iterations ended, or stalled at the rounding of the dtype, before the marginal error reached the tolerance; "
+        "raise max_iterations or epsilon, "
         "or loosen tolerance; Coupling.rounded() has exact marginals all the same"
     ),
     Status.INFEASIBLE: (

@@ -24,7 +24,7 @@ from scipy.sparse.csgraph import maximum_flow
 from torch import Tensor
 
 from sinkformer import ops
-from sinkformer._numerics import marginal_tolerance, potential_dtype, relative_entropy, safe_log, working_dtype
+from sinkformer._numerics import marginal_tolerance, potential_dtype, relative_entropy, working_dtype
 from sinkformer._typing import CostMatrix, PerProblem, Potential
 from sinkformer.costs import Cost, SqEuclidean, as_cost
 from sinkformer.differentiation import dual_value, implicit, penalty
@@ -37,13 +37,9 @@ from sinkformer.errors import (
 )
 from sinkformer.measures import Measure, check_compatible
 from sinkformer.solutions import OnFailure, Solution, Status, report
+from sinkformer.sweeps import Loop
 
 Gradient = Literal["implicit", "unrolled"]
-
-# Problems that are done leave the batch after these many sweeps, then after twice as many, and so on.
-_FIRST_STAGE = 8
-# A potential that forbids its row altogether; finite, so that no infinity is subtracted from another.
-_BLOCKED = 1e30
 
 
 class SinkhornOptions(TypedDict, total=False):
@@ -80,7 +76,7 @@ def sinkhorn(
 
     Every problem of a batch has its own stopping test and does not depend on its neighbours. Sums are taken in float32
     for float32 and half inputs, in float64 for float64. A problem with mu = nu and a symmetric cost is recognised and
-    solved by averaged updates, so that f = g exactly.
+    solved by averaged updates, so that f = g exactly (not with ``gradient="unrolled"``).
 
     Args:
         mu: source, ``(*batch, n)`` atoms; or its weights alone, ``(*batch, n)``, if the cost is a matrix.
@@ -179,14 +175,17 @@ def check_mask(mask: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 def check_epsilon(epsilon: float | Tensor, mu: Measure) -> Tensor:
     """Epsilon as a positive, finite tensor of the batch shape, in the dtype of potentials."""
-    scale = torch.as_tensor(epsilon, device=mu.device)
+    if isinstance(epsilon, bool) or not isinstance(epsilon, (int, float, Tensor)):
+        raise DTypeError(f"expected epsilon as a number or a tensor, received {type(epsilon).__name__}")
+    # In one step: a Python number would pass through float32.
+    scale = torch.as_tensor(epsilon, dtype=potential_dtype(mu.device), device=mu.device)
     if not bool((torch.isfinite(scale) & (scale > 0)).all()):
         raise ConfigError(f"expected epsilon positive and finite, received {epsilon}")
     if scale.dim() and scale.shape != mu.batch_shape:
         raise ShapeError(
             f"expected epsilon as a number or of shape {tuple(mu.batch_shape)}, received {tuple(scale.shape)}"
         )
-    return scale.to(potential_dtype(mu.device)).expand(mu.batch_shape)
+    return scale.expand(mu.batch_shape)
 
 
 def _check_options(tau_a, tau_b, tolerance, max_iterations, annealing, gradient, on_failure) -> None:
@@ -248,17 +247,18 @@ class _Problem:
         cost = cost.masked_fill(spoiled, 0.0)
 
         with torch.set_grad_enabled(unrolled and torch.is_grad_enabled()):
-            loop = _Sweeps(cost, a, b, self.epsilon, self.taus, work, annealing)
+            loop = Loop.prepare(cost, a, b, self.epsilon, self.taus, work, annealing, unrolled)
             half = 0.5 if work == torch.float32 else 1.0  # room for the rounding of the loop, measured in float64 below
-            f, g, iterations = loop.run(tolerance * half, max_iterations, init)
+            # A tolerance of zero asks for all iterations, even past an error that happens to vanish.
+            f, g, iterations = loop.run(tolerance * half if tolerance else -1.0, max_iterations, init)
 
         with torch.no_grad():
-            detached = [t.detach() for t in (cost, a, b, self.epsilon, f, g)]
-            error, gap = _quality(*detached, self.taus)
+            fixed = _Problem(cost.detach(), a.detach(), b.detach(), self.epsilon.detach(), self.taus)
+            error, gap = fixed._quality(f.detach(), g.detach())
             codes = torch.where(error <= tolerance, int(Status.CONVERGED), int(Status.MAX_ITERATIONS))
             if tolerance == 0:
                 codes = torch.where(error <= marginal_tolerance(work), int(Status.CONVERGED), codes)
-            codes = self._find_infeasible(codes, *detached[:3])
+            codes = fixed._find_infeasible(codes)
             codes = codes.masked_fill(nonfinite, int(Status.NONFINITE)).to(torch.int8)
             error = error.masked_fill(nonfinite, torch.nan)
             gap = gap.masked_fill(nonfinite, torch.nan)
@@ -284,189 +284,36 @@ class _Problem:
             self.taus,
         )
 
-    def _find_infeasible(self, codes: Tensor, cost: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    def _quality(self, f: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+        """``(marginal error, duality gap)`` of potentials, measured on the plan in float64."""
+        cost, a, b, epsilon, taus = self.cost, self.a, self.b, self.epsilon, self.taus
+        plan = a.unsqueeze(-1) * b.unsqueeze(-2) * ops.density(cost, f, g, a, b, epsilon)
+        p, q = ops.marginals(plan)
+        error = torch.zeros_like(epsilon)
+        for have, want, potential, tau in ((p, a, f, taus[0]), (q, b, g, taus[1])):
+            rho = penalty(tau, epsilon)
+            if rho is None:
+                error = error + (have - want).abs().sum(-1)
+            elif tau > 0:
+                error = error + (have - want * torch.exp(-potential / rho.unsqueeze(-1))).abs().sum(-1)
+        feasible = _rounded(plan, a, b) if taus == (1.0, 1.0) else plan
+        primal = primal_value(feasible, cost, a, b, epsilon, taus)
+        return error, primal - dual_value(cost, a, b, epsilon, f, g, taus)
+
+    def _find_infeasible(self, codes: Tensor) -> Tensor:
         """Mark the problems, among those not converged, whose marginals cannot be met on the allowed pairs.
 
         Such marginals exist exactly if a maximal flow through the allowed pairs carries all the mass (Hall, Strassen).
         """
         if self.taus != (1.0, 1.0):
             return codes
-        codes = codes.clone()
+        codes, cost, a, b = codes.clone(), self.cost, self.a, self.b
         live = (a > 0).unsqueeze(-1) & (b > 0).unsqueeze(-2)
         suspects = (codes != int(Status.CONVERGED)) & (live & torch.isinf(cost)).flatten(1).any(-1)
         for k in suspects.nonzero().flatten().tolist():
             if not _feasible((live[k] & ~torch.isinf(cost[k])).cpu().numpy(), a[k].cpu().numpy(), b[k].cpu().numpy()):
                 codes[k] = int(Status.INFEASIBLE)
         return codes
-        codes = codes.clone()
-        forbidden = torch.isinf(cost) & (a > 0).unsqueeze(-1) & (b > 0).unsqueeze(-2)
-        suspects = (codes != int(Status.CONVERGED)) & forbidden.flatten(1).any(-1)
-        for k in suspects.nonzero().flatten().tolist():
-            rows, columns = a[k] > 0, b[k] > 0
-            p, q = a[k][rows].double(), b[k][columns].double()
-            indicator = forbidden[k][rows][:, columns].double()
-            if bool((indicator.min(-1).values > 0).any() or (indicator.min(-2).values > 0).any()):
-                codes[k] = int(Status.INFEASIBLE)
-                continue
-            stuck = float(ot.emd2((p / p.sum()).cpu().numpy(), (q / q.sum()).cpu().numpy(), indicator.cpu().numpy()))
-            if stuck > 1e-9:
-                codes[k] = int(Status.INFEASIBLE)
-        return codes
-
-
-class _Sweeps:
-    """The iteration: updates of g and of f in turn, every problem stopping by itself.
-
-    Costs enter centred, by a row and a column offset, so that what is divided by epsilon is as small as it can be; the
-    offsets are added back to the potentials in float64.
-    """
-
-    def __init__(
-        self,
-        cost: Tensor,
-        a: Tensor,
-        b: Tensor,
-        epsilon: Tensor,
-        taus: tuple[float, float],
-        work: torch.dtype,
-        annealing: float | None,
-    ):
-        self.taus, self.work, self.annealing = taus, work, annealing
-        self.a, self.b, self.epsilon = a, b, epsilon
-        self.log_a, self.log_b = safe_log(a), safe_log(b)
-        allowed = cost.detach() < torch.inf
-        self.row_offset = _smallest(cost.detach(), allowed & (b > 0).unsqueeze(-2))
-        reduced = cost.detach() - self.row_offset.unsqueeze(-1)
-        self.column_offset = _smallest(reduced.mT, (allowed & (a > 0).unsqueeze(-1)).mT)
-        if taus != (1.0, 1.0):  # offsets are a gauge of couplings only
-            self.row_offset, self.column_offset = (
-                torch.zeros_like(self.row_offset),
-                torch.zeros_like(self.column_offset),
-            )
-        self.symmetric = _symmetric(cost.detach(), a.detach(), b.detach(), taus)
-        if bool(self.symmetric.any()):
-            same, shared = (
-                self.symmetric.unsqueeze(-1),
-                self.row_offset / 2,
-            )  # one offset for both sides keeps the symmetry
-            self.row_offset = torch.where(same, shared, self.row_offset)
-            self.column_offset = torch.where(same, shared, self.column_offset)
-        # A finite stand-in for +inf: its weight in a sum is zero all the same, and its derivative zero instead of NaN.
-        self.wide_cost = cost.masked_fill(~allowed, _BLOCKED)
-        centred = cost - self.row_offset.unsqueeze(-1) - self.column_offset.unsqueeze(-2)
-        self.cost = centred.masked_fill(~allowed, _BLOCKED).to(work)
-        live = allowed & (a > 0).unsqueeze(-1) & (b > 0).unsqueeze(-2)
-        inside = self.cost.detach().masked_fill(~live, 0.0)
-        self.range = (inside.amax((-1, -2)) - inside.amin((-1, -2))).to(epsilon.dtype)
-
-    def run(
-        self, tolerance: float, max_iterations: int, init: tuple[Tensor, Tensor] | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """``(f, g, iterations)``, potentials wide and uncentred, f an exact update of g unless symmetric."""
-        batch = len(self.epsilon)
-        start = self.epsilon if self.annealing is None else torch.maximum(self.epsilon, self.range)
-        state = {
-            "temperature": start,
-            "g": self._start(init).to(self.work),
-            "f": torch.zeros(batch, self.cost.shape[-2], dtype=self.work, device=self.cost.device),
-            "iterations": torch.zeros(batch, dtype=torch.int64, device=self.cost.device),
-            "done": torch.zeros(batch, dtype=torch.bool, device=self.cost.device),
-        }
-        data = {
-            "cost": self.cost,
-            "log_a": self.log_a.to(self.work),
-            "log_b": self.log_b.to(self.work),
-            "b": self.b.to(self.work),
-            "epsilon": self.epsilon,
-            "symmetric": self.symmetric,
-        }
-        state = self._first_half(data, state)
-        if torch.is_grad_enabled():
-            state = self._stage(data, state, max_iterations, max_iterations, tolerance)
-        else:
-            # Problems that are done leave the batch between stages.
-            alive, spent, length = torch.arange(batch, device=self.cost.device), 1, _FIRST_STAGE
-            while len(alive) and spent < max_iterations:
-                part = {name: t[alive] for name, t in state.items()}
-                part = self._stage(
-                    {name: t[alive] for name, t in data.items()}, part, length, max_iterations, tolerance
-                )
-                state = {name: t.index_copy(0, alive, part[name]) for name, t in state.items()}
-                spent, length = spent + length, 2 * length
-                alive = (~state["done"]).nonzero().flatten()
-        return self._finish(state)
-
-    def _start(self, init: tuple[Tensor, Tensor] | None) -> Tensor:
-        if init is None:
-            return torch.zeros_like(self.column_offset)
-        return init[1] - self.column_offset
-
-    def _first_half(self, data: dict, state: dict) -> dict:
-        temperature = state["temperature"].to(self.work)
-        f = self._half(data["cost"], state["g"], data["log_b"], temperature, self.taus[0])
-        same = data["symmetric"].unsqueeze(-1)
-        if bool(data["symmetric"].any()):
-            f = torch.where(same, state["g"], f)
-        return {**state, "f": f, "iterations": state["iterations"] + 1}
-
-    def _stage(self, data: dict, state: dict, sweeps: int, max_iterations: int, tolerance: float) -> dict:
-        """Up to ``sweeps`` further sweeps; a problem that is done keeps its potentials."""
-        tau_a, tau_b = self.taus
-        f, g, done, iterations = state["f"], state["g"], state["done"], state["iterations"]
-        temperature, target = state["temperature"], data["epsilon"]
-        same = data["symmetric"].unsqueeze(-1)
-        any_same = bool(data["symmetric"].any())
-        costs_t = data["cost"].mT
-        for _ in range(sweeps):
-            current = temperature.to(self.work)
-            proposal = self._half(costs_t, f, data["log_a"], current, tau_b)
-            error = self._violation(g, proposal, data["b"], current)
-            if any_same:
-                error = torch.where(data["symmetric"], 2 * error, error)
-            done = done | ((error <= tolerance) & (temperature == target))
-            # The next sweep may be one too many for the count.
-            exhausted = iterations >= max_iterations
-            frozen = (done | exhausted).unsqueeze(-1)
-            if bool(frozen.all()):
-                break
-            if self.annealing is not None:
-                temperature = torch.maximum(target, temperature * self.annealing)
-            lower = temperature.to(self.work)
-            g_next = torch.where(same, (g + proposal) / 2, proposal) if any_same else proposal
-            f_next = self._half(data["cost"], g_next, data["log_b"], lower, tau_a)
-            if any_same:
-                f_next = torch.where(same, g_next, f_next)
-            f, g = torch.where(frozen, f, f_next), torch.where(frozen, g, g_next)
-            iterations = torch.where(frozen.squeeze(-1), iterations, iterations + 1)
-        done = done | (iterations >= max_iterations)
-        return {"f": f, "g": g, "done": done, "iterations": iterations, "temperature": temperature}
-
-    def _half(self, cost: Tensor, potential: Tensor, log_weights: Tensor, temperature: Tensor, tau: float) -> Tensor:
-        if tau == 0:
-            return torch.zeros_like(cost[..., 0])
-        update = tau * ops.softmin(cost, potential, log_weights, temperature)
-        # A row without any allowed pair: no mass in a penalised problem, no information otherwise.
-        return update.masked_fill(update > tau * _BLOCKED / 2, _BLOCKED if tau < 1 else 0.0)
-
-    def _violation(self, g: Tensor, proposal: Tensor, b: Tensor, temperature: Tensor) -> Tensor:
-        """L1 violation of the target's condition by the current pair (f, g), from the update it would make."""
-        tau = self.taus[1]
-        if tau == 0:
-            return torch.zeros_like(temperature)
-        g, proposal, scale = g.detach(), proposal.detach(), temperature.detach().unsqueeze(-1)
-        rho = penalty(tau, scale)
-        wanted = b.detach() if rho is None else b.detach() * torch.exp(-g / rho)
-        log_ratio = ((g - proposal) / (tau * scale)).masked_fill(b == 0, 0.0)
-        return (wanted * torch.expm1(log_ratio.clamp_max(80.0)).abs()).sum(-1)
-
-    def _finish(self, state: dict) -> tuple[Tensor, Tensor, Tensor]:
-        wide = self.epsilon.dtype
-        f, g = state["f"].to(wide) + self.row_offset, state["g"].to(wide) + self.column_offset
-        # One more update of f, in float64: the source marginal is exact to rounding. It moves nothing but the rounding of
-        # the loop, unless the iteration ended during annealing. A symmetric pair stays symmetric.
-        polished = self._half(self.wide_cost, g, self.log_b, self.epsilon, self.taus[0])
-        f = torch.where(self.symmetric.unsqueeze(-1), f, polished)
-        return f, g, state["iterations"]
 
 
 def _feasible(allowed: np.ndarray, a: np.ndarray, b: np.ndarray) -> bool:
@@ -479,38 +326,6 @@ def _feasible(allowed: np.ndarray, a: np.ndarray, b: np.ndarray) -> bool:
     capacities = np.concatenate([a * unit, np.full(len(rows), unit), b * unit]).round().astype(np.int32)
     graph = csr_array((capacities, (tails, heads)), shape=(n + m + 2, n + m + 2))
     return unit - maximum_flow(graph, 0, n + m + 1).flow_value <= n + m
-
-
-def _smallest(cost: Tensor, allowed: Tensor) -> Tensor:
-    """Smallest allowed entry of each row; zero for a row without any."""
-    least = cost.masked_fill(~allowed, torch.inf).amin(-1)
-    return least.masked_fill(torch.isinf(least), 0.0)
-
-
-def _symmetric(cost: Tensor, a: Tensor, b: Tensor, taus: tuple[float, float]) -> Tensor:
-    """Which problems are unchanged by exchanging source and target."""
-    if cost.shape[-1] != cost.shape[-2] or taus[0] != taus[1]:
-        return torch.zeros(len(cost), dtype=torch.bool, device=cost.device)
-    return (a == b).all(-1) & (cost == cost.mT).flatten(1).all(-1)
-
-
-def _quality(
-    cost: Tensor, a: Tensor, b: Tensor, epsilon: Tensor, f: Tensor, g: Tensor, taus: tuple[float, float]
-) -> tuple[Tensor, Tensor]:
-    """``(marginal error, duality gap)`` of potentials, measured on the plan in float64."""
-    plan = a.unsqueeze(-1) * b.unsqueeze(-2) * ops.density(cost, f, g, a, b, epsilon)
-    p, q = ops.marginals(plan)
-    rho_a, rho_b = (penalty(tau, epsilon) for tau in taus)
-    error = torch.zeros_like(epsilon)
-    for have, want, potential, rho in ((p, a, f, rho_a), (q, b, g, rho_b)):
-        if rho is None:
-            error = error + (have - want).abs().sum(-1)
-        elif bool((rho > 0).all()):
-            error = error + (have - want * torch.exp(-potential / rho.unsqueeze(-1))).abs().sum(-1)
-    balanced = taus == (1.0, 1.0)
-    feasible = _rounded(plan, a, b) if balanced else plan
-    primal = primal_value(feasible, cost, a, b, epsilon, taus)
-    return error, primal - dual_value(cost, a, b, epsilon, f, g, taus)
 
 
 def primal_value(

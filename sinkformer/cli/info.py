@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import platform
-from enum import Enum
 from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated, Any
 
@@ -23,23 +22,14 @@ _PACKAGES = {
 }  # fmt: skip
 
 
-class Format(str, Enum):
-    """How the report is written."""
-
-    text = "text"
-    jsonl = "jsonl"
-
-
 def info(
-    format: Annotated[
-        Format, typer.Option("--format", help="Lines to read, or one JSON line.")
-    ] = Format.text,
+    format: Annotated[o.ReportFormat, typer.Option(help="Lines to read, or one JSON line.")] = o.ReportFormat.text,
     debug: o.Debug = False,
 ) -> None:
     """Print versions, devices and the state of the packaged model, for reports and for a first look."""
     with session(quiet=False, debug=debug):
         report = _report()
-        if format is Format.jsonl:
+        if format is o.ReportFormat.jsonl:
             print(json.dumps(report))
             return
         width = max(map(len, report))
@@ -53,9 +43,7 @@ def _report() -> dict[str, Any]:
         try:
             report[package] = version(package)
         except PackageNotFoundError:
-            report[package] = (
-                f"not installed (pip install 'sinkformer[{extra}]')" if extra else "not installed"
-            )
+            report[package] = f"not installed (pip install 'sinkformer[{extra}]')" if extra else "not installed"
     cuda = [torch.cuda.get_device_name(k) for k in range(torch.cuda.device_count())]
     report["devices"] = ", ".join(["cpu", *(f"cuda:{k} ({name})" for k, name in enumerate(cuda))])
     report["threads"] = torch.get_num_threads()

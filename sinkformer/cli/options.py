@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from enum import Enum
 from typing import Annotated, Any
 
 import typer
+
+from sinkformer.text import Aligner
 
 _MODEL = "Model"
 _HOW = "Coupling"
@@ -28,38 +30,70 @@ Device = Annotated[
     str | None, typer.Option(help="Torch device, such as cpu or cuda. Default: cpu.", rich_help_panel=_MODEL)
 ]
 Epsilon = Annotated[
-    float | None, typer.Option(help="Strength of the entropy, > 0. Default: 0.1.", rich_help_panel=_HOW)
+    float | None, typer.Option(help="Strength of the entropy, > 0. Default: 0.05.", rich_help_panel=_HOW)
 ]
 NullPrice = Annotated[
     float | None,
-    typer.Option(help="Cost of leaving one word alone, > 0. Default: 0.5.", rich_help_panel=_HOW),
+    typer.Option(help="Cost of leaving one word alone, > 0. Default: 0.4.", rich_help_panel=_HOW),
 ]
 Threshold = Annotated[
     float | None,
-    typer.Option(help="Least confidence of a link, in (0, 1]. Default: 0.25.", rich_help_panel=_HOW),
+    typer.Option(help="Least share of a word's mass for a link, in (0, 1]. Default: 0.3.", rich_help_panel=_HOW),
 ]
 Distortion = Annotated[
     float | None,
-    typer.Option(
-        help="Cost of a change of place; 0 for free word order. Default: 0.2.", rich_help_panel=_HOW
-    ),
+    typer.Option(help="Cost of a change of place; 0 for free word order. Default: 0.2.", rich_help_panel=_HOW),
 ]
 NoNull = Annotated[
     bool,
-    typer.Option(
-        "--no-null", help="Every word has to go somewhere; none may stay alone.", rich_help_panel=_HOW
-    ),
+    typer.Option("--no-null", help="Every word has to go somewhere; none may stay alone.", rich_help_panel=_HOW),
 ]
 Strict = Annotated[bool, typer.Option("--strict", help="Exit with code 3 if a coupling has not converged.")]
-Quiet = Annotated[
-    bool, typer.Option("--quiet", "-q", help="No warnings and no progress bar; errors are still shown.")
-]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No warnings and no progress bar; errors are still shown.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
-OutputFile = Path | None
 
 
-def aligner_options(**given: Any) -> dict[str, Any]:
-    """Arguments for ``Aligner``: the options that were given, and ``null`` from ``no_null``."""
-    if given.pop("no_null"):
-        given["null"] = False
-    return {name: value for name, value in given.items() if value is not None}
+class TextFormat(str, Enum):
+    """What ``couple`` writes to stdout."""
+
+    text = "text"
+    pharaoh = "pharaoh"
+    jsonl = "jsonl"
+
+
+class LineFormat(str, Enum):
+    """What a line written by ``align`` holds."""
+
+    pharaoh = "pharaoh"
+    jsonl = "jsonl"
+
+
+class ReportFormat(str, Enum):
+    """How ``info`` writes its report."""
+
+    text = "text"
+    jsonl = "jsonl"
+
+
+def build_aligner(
+    model: str | None,
+    layer: int | None,
+    device: str | None,
+    epsilon: float | None,
+    null_price: float | None,
+    threshold: float | None,
+    distortion: float | None,
+    no_null: bool,
+) -> Aligner:
+    """The aligner of the options that were given; it has the defaults of all others."""
+    given: dict[str, Any] = {
+        "model": model,
+        "layer": layer,
+        "device": device,
+        "epsilon": epsilon,
+        "null_price": null_price,
+        "threshold": threshold,
+        "distortion": distortion,
+        "null": False if no_null else None,
+    }
+    return Aligner(**{name: value for name, value in given.items() if value is not None})

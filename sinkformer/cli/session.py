@@ -27,9 +27,7 @@ def session(*, quiet: bool, debug: bool) -> Iterator[None]:
     """Turn errors into one sentence and exit code 1, warnings into lines on stderr, each kind shown once."""
     shown: set[type] = set()
 
-    def show(
-        message, category, filename, lineno, file=None, line=None
-    ):  # the signature of warnings.showwarning
+    def show(message, category, filename, lineno, file=None, line=None):  # the signature of warnings.showwarning
         if not issubclass(category, SinkformerWarning) or quiet or category in shown:
             return
         shown.add(category)

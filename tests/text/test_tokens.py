@@ -9,6 +9,8 @@ from sinkformer.text import Words, split_words
 
 pytest.importorskip("tokenizers")
 
+INVISIBLE = {chr(c) for c in (0x200B, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2060, 0x2070), 0xFEFF)}
+
 
 @pytest.mark.parametrize(
     ("text", "words"),
@@ -27,7 +29,7 @@ pytest.importorskip("tokenizers")
             "e\u0301te\u0301 👩\u200d👩\u200d👧 👍🏽 🇫🇷x",
             ["e\u0301te\u0301", "👩\u200d👩\u200d👧", "👍🏽", "🇫🇷", "x"],
         ),
-        ("a\u200bb\x00c\ufeffd", ["a", "b", "c", "d"]),
+        ("a\u200bb\x00c\ufeffd \u202ee\u202c", ["a", "b", "c", "d", "e"]),
         ("", []),
         (" \t\n\u00a0\u3000", []),
     ],
@@ -43,7 +45,7 @@ def test_spans_refer_to_the_text_and_cover_all_that_is_visible(text):
     for word, (start, end) in zip(found.words, found.spans, strict=True):
         assert text[start:end] == word != ""
         gap = text[last:start]
-        assert all(c.isspace() or unicodedata.category(c) == "Cc" or c in "\u200b\ufeff" for c in gap)
+        assert all(c.isspace() or unicodedata.category(c) == "Cc" or c in INVISIBLE for c in gap)
         assert start >= last
         last = end
 

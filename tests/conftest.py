@@ -1,0 +1,21 @@
+"""What all tests share: one thread (every problem is tiny) and reproducible examples."""
+
+import hypothesis
+import pytest
+import torch
+
+hypothesis.settings.register_profile("sinkformer", deadline=None, derandomize=True, max_examples=25)
+hypothesis.settings.load_profile("sinkformer")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def generator() -> torch.Generator:
+    return torch.Generator().manual_seed(0)
