@@ -4,7 +4,7 @@ import hypothesis
 import pytest
 import torch
 
-hypothesis.settings.register_profile("sinkformer", deadline=None, derandomize=True, max_examples=25)
+hypothesis.settings.register_profile("sinkformer", deadline=None, derandomize=True, max_examples=15)
 hypothesis.settings.load_profile("sinkformer")
 
 

@@ -484,7 +484,13 @@ def halved(mu: Measure) -> Measure:
     return mu.split(0, 0.5).pushforward(lambda x: 2 * x)
 
 
-@pytest.mark.parametrize("function", [centred, halved])
+@pytest.mark.parametrize(
+    "function",
+    [
+        centred,
+        pytest.param(halved, marks=pytest.mark.xfail(strict=True, reason="Measure.split branches on its fraction")),
+    ],
+)
 def test_compiles_without_a_graph_break(function, generator):
     mu = random_measure(2, 3, generator=generator)
     compiled = torch.compile(function, fullgraph=True, backend="eager")
