@@ -13,7 +13,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from sinkformer._numerics import FLOAT_DTYPES, mass_tolerance, potential_dtype, 
 from sinkformer._typing import Features, PerProblem, PlanMatrix, Points
 from sinkformer.costs import Cost, Euclidean, Matrix, SqEuclidean, as_cost
 from sinkformer.errors import ConfigError, DTypeError, NonFiniteError, ShapeError, WeightError
-from sinkformer.measures import Measure, check_compatible
+from sinkformer.measures import Measure, check_compatible, select
 from sinkformer.solutions import Solution
 from sinkformer.solvers import (
     SinkhornOptions,
@@ -34,6 +34,8 @@ from sinkformer.solvers import (
     check_mask,
     sinkhorn,
 )
+
+FeatureMap: TypeAlias = Callable[[Measure, Points], Features]
 
 
 class TopK(NamedTuple):
@@ -80,7 +82,7 @@ class Coupling(ABC):
         cost: Cost | Tensor = SqEuclidean(),  # noqa: B008 - stateless
         epsilon: float | PerProblem,
         features: tuple[Features, Features] | None = None,
-        maps: tuple[Callable[[Points], Features], Callable[[Points], Features]] | None = None,
+        maps: tuple[FeatureMap, FeatureMap] | None = None,
         **options: Unpack[SinkhornOptions],
     ) -> EntropicCoupling:
         """Entropic coupling of two measures: ``sinkhorn`` plus the object.
@@ -91,7 +93,8 @@ class Coupling(ABC):
             cost: cost of the features, or a matrix ``(*batch, n, m)``.
             epsilon: strength of the entropy, > 0, in the units of the cost; a number or ``(*batch)``.
             features: what the cost is evaluated on, ``(*batch, n, r)`` and ``(*batch, m, r)``; the points by default.
-            maps: functions from points to features, for evaluation off the atoms; the identity if ``features`` is None.
+            maps: functions ``(measure, points) -> features`` of source and target, for evaluation off the atoms, such as two
+                encoders; the points themselves if ``features`` is None.
             **options: as for :func:`sinkformer.sinkhorn`, whose errors are also raised here.
         """
         mu, nu = as_measure(mu), as_measure(nu)
@@ -103,7 +106,7 @@ class Coupling(ABC):
         if mask is not None:
             mask = check_mask(mask, (*mu.batch_shape, mu.n, nu.n))
         if maps is None and features is None:
-            maps = (lambda points: points), (lambda points: points)
+            maps = _points_themselves, _points_themselves
         return EntropicCoupling(mu, nu, x, y, cost, mask, check_epsilon(epsilon, mu), solution, maps)
 
     @staticmethod
@@ -162,8 +165,9 @@ class Coupling(ABC):
 
     def __getitem__(self, index: Any) -> Coupling:
         """Select along the batch axes."""
-        _ = self.source[index]  # raises for what is no batch index
-        return self._map(lambda t: t[index])
+        if not self.batch_shape:
+            raise DTypeError("a single coupling has no batch axis to index; use .to_dense() for its entries")
+        return self._map(lambda t: select(t, self.batch_shape, index))
 
     def __iter__(self) -> Iterator[Coupling]:
         """Iterate over the first batch axis."""
@@ -195,14 +199,18 @@ class Coupling(ABC):
         """P v for ``v`` of shape ``(*batch, m, k)``, or ``(m,)``: ``(*batch, n, k)`` or ``(*batch, n)``."""
         if not isinstance(v, Tensor):
             raise DTypeError(f"expected a tensor to the right of @, received {type(v).__name__}")
-        rows = v.shape[-1] if v.dim() == 1 else v.shape[-2]
-        if rows != self.shape[-1]:
+        if v.dim() == 0 or v.shape[max(-2, -v.dim())] != self.shape[-1]:
             raise ShapeError(
                 f"expected a tensor of shape (*batch, {self.shape[-1]}, k) or ({self.shape[-1]},), received {tuple(v.shape)}"
             )
+        columns = self._without_padding(v.unsqueeze(-1) if v.dim() == 1 else v)
+        product = torch.cat(self._over_blocks(lambda p, *_: p @ columns), -2).to(self.dtype)
+        return product.squeeze(-1) if v.dim() == 1 else product
+
+    def _without_padding(self, v: Tensor) -> Tensor:
+        """Values at the target atoms, wide. Padding may hold any number; 0 times it must be 0."""
         wide = self._wide(v)
-        dim = -1 if v.dim() == 1 else -2
-        return torch.cat(self._over_blocks(lambda p, *_: p @ wide), dim).to(self.dtype)
+        return torch.where((self.target.weights == 0).unsqueeze(-1) & ~torch.isfinite(wide), 0.0, wide)
 
     def marginals(self) -> tuple[Tensor, Tensor]:
         """Row and column sums, ``(*batch, n)`` and ``(*batch, m)``: what the plan has, not what it should have."""
@@ -368,7 +376,7 @@ class EntropicCoupling(Coupling):
         mask: additive mask ``(*batch, n, m)``, or None.
         epsilon: ``(*batch)``, float64.
         solution: potentials, status and errors, see ``Solution``.
-        maps: functions from points to features, or None if they are unknown.
+        maps: functions ``(measure, points) -> features``, or None if they are unknown.
     """
 
     source: Measure
@@ -379,7 +387,7 @@ class EntropicCoupling(Coupling):
     mask: Tensor | None
     epsilon: Tensor
     solution: Solution
-    maps: tuple[Callable[[Points], Features], Callable[[Points], Features]] | None = None
+    maps: tuple[FeatureMap, FeatureMap] | None = None
 
     def __repr__(self) -> str:
         """Shape, epsilon, status and error."""
@@ -444,6 +452,13 @@ class EntropicCoupling(Coupling):
             solution=self.solution.map(function),
         )
 
+    def detach(self) -> EntropicCoupling:
+        """Same coupling outside the autograd graph, evaluation off the atoms included."""
+        outside = self._map(Tensor.detach)
+        return (
+            outside if self.maps is None else replace(outside, maps=(_detached(self.maps[0]), _detached(self.maps[1])))
+        )
+
     def density(self, x: Points | None = None, y: Points | None = None) -> Tensor:
         """Density of the coupling with respect to mu (x) nu at any points, atoms or not.
 
@@ -473,10 +488,10 @@ class EntropicCoupling(Coupling):
         x_features, y_features = self._wide(self.source_features), self._wide(self.target_features)
         with torch.autocast(self.device.type, enabled=False):
             if x is not None:
-                x_features = self._wide(self.maps[0](x))
+                x_features = self._wide(self.maps[0](self.source, x))
                 f = tau_a * ops.softmin(self.cost_function(x_features, y_features), g, safe_log(b), self.epsilon)
             if y is not None:
-                y_features = self._wide(self.maps[1](y))
+                y_features = self._wide(self.maps[1](self.target, y))
                 across = self.cost_function(self._wide(self.source_features), y_features).mT
                 g = tau_b * ops.softmin(across, self.solution.f, safe_log(a), self.epsilon)
             cost = self.cost_function(x_features, y_features)
@@ -613,15 +628,20 @@ class Conditional:
         if not isinstance(v, Tensor) or v.dim() < 2 or v.shape[-2] != pi.shape[-1]:
             received = tuple(v.shape) if isinstance(v, Tensor) else type(v).__name__
             raise ShapeError(f"expected values of shape (*batch, {pi.shape[-1]}, k), received {received}")
-        wide = pi._wide(v)
-        # Padding may hold any number; 0 times it must be 0.
-        dead = (pi.target.weights == 0).unsqueeze(-1) & ~torch.isfinite(wide)
-        wide = wide.masked_fill(dead, 0.0)
+        wide = pi._without_padding(v)
         return torch.cat(pi._over_blocks(lambda p, *_: p @ wide, conditional=True), -2).to(pi.dtype)
 
     def to_dense(self) -> Tensor:
         """All conditional distributions, ``(*batch, n, m)``."""
         return torch.cat(self.coupling._over_blocks(lambda p, *_: p, conditional=True), -2).to(self.coupling.dtype)
+
+
+def _detached(feature_map: FeatureMap) -> FeatureMap:
+    return lambda measure, points: feature_map(measure, points).detach()
+
+
+def _points_themselves(measure: Measure, points: Tensor) -> Tensor:
+    return points
 
 
 def _diameter(mu: Measure) -> Tensor:

@@ -1,7 +1,7 @@
 """Derivatives of the solution of an entropic transport problem.
 
 *Potentials and plan*: implicit function theorem at the solution, one matrix-free linear solve, no memory of the
-iterations. *Value*: envelope theorem, no solve at all. Both may be differentiated a second time.
+iterations. *Value*: envelope theorem, no solve at all. Both may be differentiated again and again.
 
 At the solution f = -tau_a epsilon LSE_j((g_j - C_ij)/epsilon + log b_j), and the same for g. Every formula below is a
 derivative of these two equations; the softmax weights in them are R = P / P1 and S = P / P^T 1, the conditionals of the
@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from sinkformer import ops
 from sinkformer._numerics import safe_divide
@@ -27,28 +26,35 @@ _WARN_RTOL = 1e-6
 
 
 class _AdjointSolve(torch.autograd.Function):
-    """(l, u) from the transposed system of ``ops.adjoint_solve``, differentiable once."""
+    """The solution (l, u) of ``ops.adjoint_solve``, differentiable any number of times: its adjoint is its transpose."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, columns: Tensor, q: Tensor, right_f: Tensor, right_g: Tensor, taus: tuple):
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        columns: Tensor,
+        q: Tensor,
+        right_f: Tensor,
+        right_g: Tensor,
+        taus: tuple,
+        transposed: bool,
+    ):
         left, up, residual = ops.adjoint_solve(
-            rows, columns, taus[0], taus[1], q, right_f, right_g, transposed=True, rtol=_SOLVE_RTOL
+            rows, columns, taus[0], taus[1], q, right_f, right_g, transposed=transposed, rtol=_SOLVE_RTOL
         )
         _report(residual)
         ctx.save_for_backward(rows, columns, q, left, up)
-        ctx.taus = taus
+        ctx.taus, ctx.transposed = taus, transposed
         return left, up
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor):
         rows, columns, q, left, up = ctx.saved_tensors
-        tau_a, tau_b = ctx.taus
-        x, y, residual = ops.adjoint_solve(rows, columns, tau_a, tau_b, q, *grads, transposed=False, rtol=_SOLVE_RTOL)
-        _report(residual)
-        grad_rows = -tau_a * left.unsqueeze(-1) * y.unsqueeze(-2)
-        grad_columns = -tau_b * x.unsqueeze(-1) * up.unsqueeze(-2)
-        return grad_rows, grad_columns, None, x, y, None
+        x, y = _solve(rows, columns, q, grads[0], grads[1], ctx.taus, not ctx.transposed)
+        (on_f, on_g), (from_f, from_g) = ((left, up), (x, y)) if ctx.transposed else ((x, y), (left, up))
+        grad_rows = -ctx.taus[0] * on_f.unsqueeze(-1) * from_g.unsqueeze(-2)
+        grad_columns = -ctx.taus[1] * from_f.unsqueeze(-1) * on_g.unsqueeze(-2)
+        return grad_rows, grad_columns, None, x, y, None, None
 
 
 def _report(residual: Tensor) -> None:
@@ -68,19 +74,23 @@ class _Potentials(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, cost: Tensor, a: Tensor, b: Tensor, epsilon: Tensor, f: Tensor, g: Tensor, taus: tuple):
         f, g = f.clone(), g.clone()
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(cost, a, b, epsilon, f, g)
         ctx.taus = taus
         return f, g
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor):
+    def backward(ctx: Any, *grads: Tensor | None):
+        if all(grad is None for grad in grads):  # the value alone was used, which needs no solve
+            return (None,) * 7
         cost, a, b, epsilon, f, g = ctx.saved_tensors
         tau_a, tau_b = ctx.taus
+        grads = tuple(torch.zeros_like(h) if grad is None else grad for grad, h in zip(grads, (f, g), strict=True))
         k = ops.density(cost, f, g, a, b, epsilon)
         per_row, per_column = (k * b.unsqueeze(-2)).sum(-1), (k * a.unsqueeze(-1)).sum(-2)
         k_rows, k_columns = safe_divide(k, per_row.unsqueeze(-1)), safe_divide(k, per_column.unsqueeze(-2))
         rows, columns = k_rows * b.unsqueeze(-2), k_columns * a.unsqueeze(-1)
-        left, up = _solve(rows, columns, b * per_column, *grads, taus=ctx.taus)
+        left, up = _solve(rows, columns, b * per_column, grads[0], grads[1], ctx.taus)
         left, up = (tau_a * left).unsqueeze(-1), (tau_b * up).unsqueeze(-2)
         pull = left * rows + columns * up
         slack = torch.where(torch.isinf(cost), 0.0, cost)
@@ -95,9 +105,9 @@ class _Potentials(torch.autograd.Function):
 
 
 def _solve(
-    rows: Tensor, columns: Tensor, q: Tensor, grad_f: Tensor, grad_g: Tensor, taus: tuple
+    rows: Tensor, columns: Tensor, q: Tensor, right_f: Tensor, right_g: Tensor, taus: tuple, transposed: bool = True
 ) -> tuple[Tensor, Tensor]:
-    solved = _AdjointSolve.apply(rows, columns, q, grad_f, grad_g, taus)
+    solved = _AdjointSolve.apply(rows, columns, q, right_f, right_g, taus, transposed)
     assert isinstance(solved, tuple)
     return solved
 

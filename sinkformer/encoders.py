@@ -207,7 +207,8 @@ class Encoder(nn.Module):
             allowed = mu.points[..., -1].unsqueeze(-2) <= points[..., -1].unsqueeze(-1)
             seen = averaging * allowed
             averaging = safe_divide(seen, seen.sum(-1, keepdim=True))
-        tokens = self.enter(points)
+        # The sum of residuals keeps the precision of the points under autocast.
+        tokens = self.enter(points).to(points.dtype)
         for block in self.blocks:
             tokens = block(tokens, mu.weights, averaging, allowed)
         features = self.leave(self.norm(tokens)) + self.skip(points)

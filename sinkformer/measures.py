@@ -207,12 +207,10 @@ class Measure:
         return self.batch_shape[0]
 
     def __getitem__(self, index: Any) -> Measure:
-        """Select along the batch axes; padding stays."""
+        """Select along the batch axes, as indexing a tensor of shape ``batch_shape`` would; padding stays."""
         if not self.batch_shape:
             raise DTypeError("a single measure has no batch axis to index; index .points and .weights for its atoms")
-        if isinstance(index, tuple) and len(index) > len(self.batch_shape):
-            raise IndexError(f"too many indices for a measure of batch shape {tuple(self.batch_shape)}")
-        return self._trusted(self.points[index], self.weights[index])
+        return self.map(lambda t: select(t, self.batch_shape, index))
 
     def __iter__(self):
         """Iterate over the first batch axis."""
@@ -296,7 +294,8 @@ class Measure:
         """
         if not -self.n <= index < self.n:
             raise ShapeError(f"expected an atom index between {-self.n} and {self.n - 1}, received {index}")
-        if not (torch.as_tensor(fraction) >= 0).all() or not (torch.as_tensor(fraction) <= 1).all():
+        share = torch.as_tensor(fraction)
+        if _values_are_visible(share) and not bool(((share >= 0) & (share <= 1)).all()):
             raise WeightError(f"expected a fraction between 0 and 1, received {fraction}")
         index %= self.n
         part = self.weights[..., index : index + 1]
@@ -326,6 +325,12 @@ class Measure:
             raise WeightError(f"expected a null mass between 0 and 1, received {mass}")
         points = torch.cat([self.points, self.points.new_zeros(*self.batch_shape, 1, self.d)], -2)
         return self._trusted(points, torch.cat([self.weights * (1 - share), share], -1))
+
+
+def select(t: Tensor, batch_shape: torch.Size, index: Any) -> Tensor:
+    """``t`` indexed along its leading axes ``batch_shape`` alone: an ellipsis or a mask never reaches the axes behind."""
+    positions = torch.arange(batch_shape.numel(), device=t.device).reshape(batch_shape)[index]
+    return t.reshape((batch_shape.numel(), *t.shape[len(batch_shape) :]))[positions]
 
 
 def check_compatible(mu: Measure, nu: Measure) -> None:

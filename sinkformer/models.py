@@ -84,15 +84,29 @@ class SinkhornTransformerConfig:
             )
         if self.head not in ("sinkhorn", "softmax", "truncated"):
             raise ConfigError(f"expected head 'sinkhorn', 'softmax' or 'truncated', received {self.head!r}")
-        if (self.head == "truncated") != (self.iterations is not None) or (self.iterations or 1) < 1:
+        if (self.head == "truncated") != (self.iterations is not None):
             raise ConfigError(
-                f"expected iterations >= 1 with head='truncated' and None otherwise, received "
+                f"expected a number of iterations with head='truncated', and None otherwise, received "
                 f"iterations={self.iterations} with head={self.head!r}"
             )
+        for name in ("dim", "target_dim", "width", "heads", "depth", "rank", "iterations", "max_iterations"):
+            value = getattr(self, name)
+            optional = name in ("target_dim", "rank", "iterations")
+            if not (optional and value is None) and (isinstance(value, bool) or not isinstance(value, int)):
+                raise ConfigError(f"expected {name} as a whole number, received {value!r}")
+            if value is not None and value < (0 if name == "depth" else 1):
+                raise ConfigError(f"expected {name} >= {0 if name == 'depth' else 1}, received {value}")
+        for name in ("causal", "context"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"expected {name} as True or False, received {getattr(self, name)!r}")
+        numbers = {"epsilon": self.epsilon} | ({} if self.tolerance is None else {"tolerance": self.tolerance})
+        for name, value in numbers.items():
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise ConfigError(f"expected {name} as a number, received {value!r}")
+        if self.tolerance is not None and not 0 <= self.tolerance < float("inf"):
+            raise ConfigError(f"expected a tolerance >= 0, received {self.tolerance}")
         if not 0 < self.epsilon < float("inf"):
             raise ConfigError(f"expected epsilon positive and finite, received {self.epsilon}")
-        if self.max_iterations < 1:
-            raise ConfigError(f"expected max_iterations >= 1, received {self.max_iterations}")
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> SinkhornTransformerConfig:
@@ -197,7 +211,7 @@ class SinkhornTransformer(
             cost=NegativeDot(),
             epsilon=config.epsilon,
             features=features,
-            maps=(lambda x: self.source_encoder(mu, x).to(mu.dtype), lambda y: self.target_encoder(nu, y).to(nu.dtype)),
+            maps=(self.source_encoder, self.target_encoder),
             **options,
         )
 

@@ -131,6 +131,7 @@ def _matrix(pi: Any) -> np.ndarray:
 
 def _name(axis: Any, names: Sequence[str] | None, size: int, style: dict[str, Any]) -> None:
     if names is None or size > _MOST_LABELS:
+        axis.get_major_locator().set_params(integer=True)  # the ticks are indices
         return
     # A dollar sign starts a formula in matplotlib; in a word it is a dollar sign.
     shown = [(w if len(w) <= _LONGEST_LABEL else w[: _LONGEST_LABEL - 1] + "…").replace("$", r"\$") for w in names]

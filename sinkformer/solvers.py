@@ -92,7 +92,7 @@ def sinkhorn(
         annealing: epsilon starts at the range of the cost and shrinks by this factor at every sweep; None starts at
             epsilon itself. Without effect on the solution; always off with ``gradient="unrolled"``.
         gradient: ``"implicit"`` differentiates the solution (memory independent of the iterations), ``"unrolled"`` the
-            iterations themselves, for which the graph keeps all of them.
+            iterations themselves, for which the graph keeps all of them, and for which an atom of weight zero is padding.
         on_failure: what a problem without convergence does: one warning naming the worst problem, an error, or nothing.
 
     Returns:
@@ -248,7 +248,9 @@ class _Problem:
 
         with torch.set_grad_enabled(unrolled and torch.is_grad_enabled()):
             loop = Loop.prepare(cost, a, b, self.epsilon, self.taus, work, annealing, unrolled)
-            half = 0.5 if work == torch.float32 else 1.0  # room for the rounding of the loop, measured in float64 below
+            half = (
+                0.5 if work == torch.float32 else 0.99
+            )  # room for the rounding of the loop, measured in float64 below
             # A tolerance of zero asks for all iterations, even past an error that happens to vanish.
             f, g, iterations = loop.run(tolerance * half if tolerance else -1.0, max_iterations, init)
 

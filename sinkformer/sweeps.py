@@ -54,6 +54,7 @@ class Loop:
 
     taus: tuple[float, float]
     annealing: float | None
+    unrolled: bool
     epsilon: Tensor
     wide_cost: Tensor
     wide_a: Tensor
@@ -98,6 +99,7 @@ class Loop:
         return cls(
             taus=taus,
             annealing=annealing,
+            unrolled=unrolled,
             epsilon=epsilon,
             wide_cost=centred,
             wide_a=a,
@@ -116,7 +118,7 @@ class Loop:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """``(f, g, iterations)``: potentials of the given costs, f an exact update of g unless symmetric."""
         state = self._start(init)
-        if torch.is_grad_enabled():
+        if self.unrolled:
             return self._finish(self._sweep(state, max_iterations, max_iterations, tolerance))
         alive, spent, length = torch.arange(len(self.epsilon), device=self.cost.device), 1, _FIRST_STAGE
         while len(alive) and spent < max_iterations:
@@ -130,7 +132,11 @@ class Loop:
         return self._finish(state)
 
     def _start(self, init: tuple[Tensor, Tensor] | None) -> State:
-        g = torch.zeros_like(self.column_offset) if init is None else init[1] - self.column_offset
+        # Unrolled, the start is g = 0 itself: an offset is a function of the cost, and would have to be differentiated.
+        if init is None and not self.unrolled:
+            g = torch.zeros_like(self.column_offset)
+        else:
+            g = (torch.zeros_like(self.column_offset) if init is None else init[1]) - self.column_offset
         g = g.to(self.cost.dtype)
         temperature = self.epsilon
         if self.annealing is not None:
@@ -142,8 +148,10 @@ class Loop:
     def _range(self) -> Tensor:
         """Largest minus smallest centred cost of a pair that counts, ``(B,)``."""
         live = (self.wide_a > 0).unsqueeze(-1) & (self.wide_b > 0).unsqueeze(-2) & (self.wide_cost < _FORBIDDEN)
-        inside = self.wide_cost.detach().masked_fill(~live, 0.0)
-        return inside.amax((-1, -2)) - inside.amin((-1, -2))
+        cost, none = self.wide_cost.detach(), ~live.flatten(1).any(-1)
+        largest = cost.masked_fill(~live, -torch.inf).amax((-1, -2))
+        smallest = cost.masked_fill(~live, torch.inf).amin((-1, -2))
+        return (largest - smallest).masked_fill(none, 0.0)
 
     def _sweep(self, state: State, sweeps: int, max_iterations: int, tolerance: float) -> State:
         """Up to ``sweeps`` further sweeps; a problem that is done keeps its potentials."""
@@ -225,9 +233,13 @@ class Loop:
         # One more update of f, in float64: the source marginal is exact to rounding. It moves nothing but the rounding of
         # the loop, unless the iteration ended during annealing. A symmetric pair stays symmetric.
         wide = self.epsilon.dtype
-        f, g = state.f.to(wide), state.g.to(wide)
+        g = state.g.to(wide)
         polished = self._half(self.wide_cost, g, safe_log(self.wide_b), self.epsilon, self.taus[0])
-        f = torch.where(self.symmetric.unsqueeze(-1), f, polished)
+        if bool((self.wide_b == 0).any()):
+            # Nothing waits for the target's atoms of weight zero; theirs is the update of what the iteration ended with.
+            probes = self._half(self.wide_cost.mT, polished, safe_log(self.wide_a), self.epsilon, self.taus[1])
+            g = torch.where(self.wide_b == 0, probes, g)
+        f = torch.where(self.symmetric.unsqueeze(-1), g, polished) if bool(self.symmetric.any()) else polished
         return f + self.row_offset, g + self.column_offset, state.iterations
 
 

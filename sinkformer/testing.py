@@ -181,6 +181,17 @@ def check_coupling_model(
     _compare(found, "I3 splitting", tolerance, answer[5], 0.75 * plan[2])
     _compare(found, "I3 splitting", tolerance, answer[[0, 1, 3, 4]], plan[[0, 1, 3, 4]])
 
+    # The same on the target side, on columns.
+    padded = Measure(
+        torch.cat([nu.points, nu.points.new_full((2, nu.d), 1e3)]), torch.cat([nu.weights, nu.weights.new_zeros(2)])
+    )
+    answer = model(mu, padded).to_dense()
+    _compare(found, "I2 padding", tolerance, answer[:, :7], plan)
+    _require(bool((answer[:, 7:] == 0).all()), "I2 padding", "an atom of weight zero receives mass")
+    answer = model(mu, nu.split(2, 0.25)).to_dense()
+    _compare(found, "I3 splitting", tolerance, answer[:, 2], 0.25 * plan[:, 2])
+    _compare(found, "I3 splitting", tolerance, answer[:, 7], 0.75 * plan[:, 2])
+
     _check_scale(found, tolerance, mu, plan, lambda measure: model(measure, nu).to_dense())
     return found
 

@@ -61,9 +61,7 @@ def test_a_module_does_nothing_forbidden(path: Path):
     }
     if path.relative_to(PACKAGE).parts[0] != "cli":
         forbidden |= {"print": "only the command line prints", "sys.exit": "only the command line exits"}
-    found = [
-        f"line {line}: {name}: {forbidden[name]}" for name, line in called_names(tree) if name in forbidden
-    ]
+    found = [f"line {line}: {name}: {forbidden[name]}" for name, line in called_names(tree) if name in forbidden]
     found += [
         f"line {line}: {name}: not every tensor lives there"
         for name, line in called_names(tree)
@@ -92,9 +90,7 @@ def test_import_is_light():
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     loaded = set(ast.literal_eval(done.stdout))
     # rich and click are left out: packages of the core may bring them along.
-    heavy = OPTIONAL - {"rich", "click"} | {
-        f"sinkformer.{room}" for room in ("cli", "text", "plots", "testing")
-    }
+    heavy = OPTIONAL - {"rich", "click"} | {f"sinkformer.{room}" for room in ("cli", "text", "plots", "testing")}
     assert not loaded & heavy
 
 

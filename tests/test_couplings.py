@@ -406,14 +406,9 @@ def test_plan_by_the_formula(kind, batched, dtype):
     )
 
 
-PADDED_ANNEALING = pytest.mark.xfail(
-    strict=True, reason="annealing starts at a range of the cost in which padding counts as cost zero, unless balanced"
-)
-
-
 @pytest.mark.parametrize(
     "kind",
-    [pytest.param(k, marks=PADDED_ANNEALING) if k is unbalanced else k for k in KINDS],
+    KINDS,
     ids=lambda kind: kind.__name__,
 )
 def test_batch_equals_loop(kind):
@@ -468,14 +463,12 @@ def test_two_batch_axes():
     assert i.shape == j.shape == (2, 3, 4)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="an ellipsis reaches past the batch axes, into atoms and coordinates, in silence"
-)
 def test_an_ellipsis_stops_at_the_batch_axes():
     mu, nu = measures(True, torch.float64)
     pi = by_features(sf.Measure.stack([mu, mu]), sf.Measure.stack([nu, nu]))
-    with pytest.raises(IndexError, match="ellipsis"):
-        pi[..., 0]
+    assert torch.equal(pi[..., 0].to_dense(), pi.to_dense()[:, 0])
+    with pytest.raises(IndexError):
+        pi[0, 0, 0]
 
 
 def test_empty_batch():
@@ -529,7 +522,6 @@ def test_values_at_padding_are_ignored():
     torch.testing.assert_close(pi.barycentric_projection(wild), pi.barycentric_projection(v))
 
 
-@pytest.mark.xfail(strict=True, reason="pi @ v multiplies the zeros of padding with NaN; conditional() @ v does not")
 def test_matmul_ignores_values_at_padding():
     mu, nu = measures(False, torch.float64)
     pi = by_features(mu, nu)
@@ -543,11 +535,8 @@ def test_matmul_ignores_values_at_padding():
 
 
 @pytest.mark.parametrize("taus", [(1.0, 1.0), (0.7, 0.9), (1.0, 0.0)], ids=str)
-def test_density_off_the_atoms(request, batched, taus):
+def test_density_off_the_atoms(batched, taus):
     """Points x, y are atoms of weight zero of a larger problem; its density there is the same."""
-    if batched and taus == (1.0, 1.0):
-        reason = "Newton's method leaves g as it was at atoms of weight zero, and the stopping test does not see it"
-        request.applymarker(pytest.mark.xfail(strict=True, reason=reason))
     g = generator(20)
     sizes = ((4, 3, 1), (2, 5, 3)) if batched else ((4,), (5,))
     mus, nus = ([random_measure(n, 2, generator=g) for n in side] for side in sizes)
@@ -911,7 +900,6 @@ def test_wrong_operands():
         pi.cost(torch.rand(4, 5))
 
 
-@pytest.mark.xfail(strict=True, reason="a number to the right of @ ends in IndexError", raises=IndexError)
 def test_a_number_is_no_operand():
     pi = by_features(*measures(False, torch.float64))
     with pytest.raises(ShapeError, match=r"expected a tensor of shape \(\*batch, 4, k\) or \(4,\), received \(\)"):

@@ -122,7 +122,6 @@ def test_fenchel_young_by_differences():
     assert torch.autograd.gradcheck(loss, (x, y, epsilon), atol=1e-6)
 
 
-@pytest.mark.xfail(strict=True, reason="the potentials' backward runs on zeros, with a linear system of its own")
 def test_fenchel_young_needs_no_solve(monkeypatch):
     """The envelope theorem: no linear system in the backward pass."""
     mu, nu = pair()

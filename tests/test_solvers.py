@@ -547,9 +547,6 @@ def test_a_feasible_mask_whose_support_is_smaller():
     assert close(plan(plain, mask, a, a, 0.5), torch.eye(2).double() / 2, 0.03)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="the loop stops at the tolerance, the measured error is above it by one rounding"
-)
 def test_a_tolerance_that_is_met_to_rounding_is_met():
     # The error after k sweeps is 1 / (2 k): exactly 0.01 after 50.
     a = tensor(0.5, 0.5)
