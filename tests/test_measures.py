@@ -340,7 +340,7 @@ def test_a_single_measure_has_no_batch_axis(generator):
         len(mu)
     with pytest.raises(DTypeError, match="no length"):
         list(mu)
-    with pytest.raises(IndexError, match=r"too many indices for a measure of batch shape \(4,\)"):
+    with pytest.raises(IndexError, match="too many indices"):
         random_measure(4, 3, generator=generator)[0, 0]
 
 

@@ -62,7 +62,7 @@ ROOMS = {
         "WeightError",
     },
     losses: {"entropic_w1", "fenchel_young", "kl", "total_variation"},
-    measures: {"Measure", "check_compatible"},
+    measures: {"Measure", "check_compatible", "select"},
     models: {"SinkhornTransformer", "SinkhornTransformerConfig"},
     solutions: {"Solution", "Status", "report"},
     testing: {"check_coupling_model", "check_encoder", "random_measure"},
