@@ -57,3 +57,8 @@ def relative_entropy(p: Tensor, q: Tensor, dim: tuple[int, ...]) -> Tensor:
     ratio = torch.where((p > 0) & (q > 0), p / torch.where(q > 0, q, 1.0), 1.0)
     terms = torch.where((p > 0) & (q <= 0), torch.inf, p * ratio.log() - p + q)
     return terms.sum(dim)
+
+
+def penalty(tau: float, epsilon: Tensor) -> Tensor | None:
+    """Strength rho of the KL penalty on a marginal, from tau = rho / (rho + epsilon); None for the hard constraint tau = 1."""
+    return None if tau == 1.0 else epsilon * tau / (1 - tau)

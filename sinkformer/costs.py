@@ -1,7 +1,7 @@
 """Costs of moving one point to another.
 
 A cost is a function of two points, evaluated on all pairs. Only the cost modulo functions of one variable matters for
-a balanced coupling: ``SqEuclidean`` and ``2 * NegativeDot`` give the same plan.
+a balanced coupling: ``SqEuclidean`` at epsilon gives the plan of ``NegativeDot`` at epsilon / 2.
 """
 
 from __future__ import annotations
@@ -170,13 +170,15 @@ def as_cost(cost: Cost | Tensor) -> Cost:
     )
 
 
-def forbid(pairs: Tensor, *, dtype: torch.dtype | None = None) -> CostMatrix:
+def forbid(pairs: Tensor, *, dtype: torch.dtype = torch.float32) -> CostMatrix:
     """Additive mask: ``+inf`` where ``pairs`` (bool, ``(*batch, n, m)``) is True, zero elsewhere.
+
+    A mask of any floating dtype serves problems of any.
 
     Raises:
         DTypeError: ``pairs`` is not boolean.
     """
     if pairs.dtype != torch.bool:
         raise DTypeError(f"expected a boolean tensor of forbidden pairs, received {pairs.dtype}")
-    zeros = torch.zeros(pairs.shape, dtype=dtype or torch.get_default_dtype(), device=pairs.device)
+    zeros = torch.zeros(pairs.shape, dtype=dtype, device=pairs.device)
     return zeros.masked_fill(pairs, torch.inf)

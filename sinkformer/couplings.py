@@ -1,8 +1,8 @@
 """Couplings: joint distributions of two measures, as lazy matrices.
 
 A ``Coupling`` behaves like the matrix P of masses on pairs of atoms without being one: ``pi @ v``, ``pi.mT``,
-``pi.shape``, marginals, samples and pictures are computed from blocks of rows. Only ``to_dense()`` and ``as_measure()``
-make all n x m numbers at once.
+``pi.shape``, marginals, samples and pictures are computed from blocks of rows. The solver is dense; once it is done, only
+``to_dense()``, ``as_measure()``, ``density()`` and the losses make all n x m numbers at once.
 
 ``EntropicCoupling`` holds potentials and features, P = a b exp((f + g - C) / epsilon); ``DenseCoupling`` a given matrix;
 ``RoundedCoupling`` another coupling moved to exact marginals.
@@ -26,14 +26,18 @@ from sinkformer._typing import Features, PerProblem, PlanMatrix, Points
 from sinkformer.costs import Cost, Euclidean, Matrix, SqEuclidean, as_cost
 from sinkformer.errors import ConfigError, DTypeError, NonFiniteError, ShapeError, WeightError
 from sinkformer.measures import Measure, check_compatible, select
-from sinkformer.solutions import Solution
+from sinkformer.solutions import Solution, Status
 from sinkformer.solvers import (
     SinkhornOptions,
     as_measure,
     check_epsilon,
     check_mask,
+    check_weights_have_costs,
     sinkhorn,
 )
+
+# Atoms up to which a diameter is taken over all pairs; beyond, twice the radius bounds it.
+_MOST_PAIRED = 2000
 
 FeatureMap: TypeAlias = Callable[[Measure, Points], Features]
 
@@ -97,17 +101,22 @@ class Coupling(ABC):
                 encoders; the points themselves if ``features`` is None.
             **options: as for :func:`sinkformer.sinkhorn`, whose errors are also raised here.
         """
+        cost = as_cost(cost)
+        if features is None:
+            check_weights_have_costs(mu, nu, cost)
         mu, nu = as_measure(mu), as_measure(nu)
         check_compatible(mu, nu)
-        cost = as_cost(cost)
-        x, y = (mu.points, nu.points) if features is None else features
-        solution = sinkhorn(mu.pushforward(x), nu.pushforward(y), cost=cost, epsilon=epsilon, **options)
+        # Through the measures, which clear the features of padding.
+        here, there = (mu, nu) if features is None else (mu.pushforward(features[0]), nu.pushforward(features[1]))
+        solution = sinkhorn(here, there, cost=cost, epsilon=epsilon, **options)
         mask = options.get("mask")
         if mask is not None:
-            mask = check_mask(mask, (*mu.batch_shape, mu.n, nu.n))
+            mask = check_mask(mask, (*mu.batch_shape, mu.n, nu.n), mu.device)
         if maps is None and features is None:
             maps = _points_themselves, _points_themselves
-        return EntropicCoupling(mu, nu, x, y, cost, mask, check_epsilon(epsilon, mu), solution, maps)
+        return EntropicCoupling(
+            mu, nu, here.points, there.points, cost, mask, check_epsilon(epsilon, mu), solution, maps
+        )
 
     @staticmethod
     def from_dense(mu: Measure, nu: Measure, plan: PlanMatrix) -> DenseCoupling:
@@ -202,6 +211,10 @@ class Coupling(ABC):
         if v.dim() == 0 or v.shape[max(-2, -v.dim())] != self.shape[-1]:
             raise ShapeError(
                 f"expected a tensor of shape (*batch, {self.shape[-1]}, k) or ({self.shape[-1]},), received {tuple(v.shape)}"
+            )
+        if v.dim() > 2 and v.shape[:-2] != self.batch_shape:
+            raise ShapeError(
+                f"expected batch shape {tuple(self.batch_shape)}, received a tensor of shape {tuple(v.shape)}"
             )
         columns = self._without_padding(v.unsqueeze(-1) if v.dim() == 1 else v)
         product = torch.cat(self._over_blocks(lambda p, *_: p @ columns), -2).to(self.dtype)
@@ -391,9 +404,8 @@ class EntropicCoupling(Coupling):
 
     def __repr__(self) -> str:
         """Shape, epsilon, status and error."""
-        epsilon = f"{float(self.epsilon.flatten()[0]):.4g}" if self.epsilon.numel() else "?"
-        if self.epsilon.numel() and bool((self.epsilon != self.epsilon.flatten()[0]).any()):
-            epsilon = f"{float(self.epsilon.min()):.4g}..{float(self.epsilon.max()):.4g}"
+        values = sorted({f"{x:.4g}" for x in self.epsilon.detach().flatten().tolist()}, key=float) or ["?"]
+        epsilon = values[0] if len(values) == 1 else f"{values[0]}..{values[-1]}"
         return f"Coupling(shape={tuple(self.shape)}, epsilon={epsilon}, {self.solution!r})"
 
     @property
@@ -410,18 +422,26 @@ class EntropicCoupling(Coupling):
 
     def _density_rows(self, start: int, stop: int) -> tuple[Tensor, Tensor, Tensor]:
         a, b = self._weights()
-        f, a = self.solution.f[..., start:stop], a[..., start:stop]
-        return ops.density(self.cost_rows(start, stop), f, self.solution.g, a, b, self.epsilon), a, b
+        f, g, a = self.solution.f[..., start:stop], self.solution.g, a[..., start:stop]
+        lost = (self.solution.codes == Status.NONFINITE).unsqueeze(-1)
+        # NaN enters after the last product: 0 times its derivative would be NaN for the parameters all problems share.
+        cost = self.cost_rows(start, stop).masked_fill(lost.unsqueeze(-1), 0.0)
+        k = ops.density(cost, f.masked_fill(lost, 0.0), g.masked_fill(lost, 0.0), a, b, self.epsilon)
+        return k.masked_fill(lost.unsqueeze(-1), 0.0), a, b
+
+    def _marked(self, rows: Tensor) -> Tensor:
+        """NaN in the problems without a solution, so that no zero passes for a plan."""
+        return rows.masked_fill((self.solution.codes == Status.NONFINITE)[..., None, None], torch.nan)
 
     def _block(self, start: int, stop: int) -> Tensor:
         k, a, b = self._density_rows(start, stop)
-        return a.unsqueeze(-1) * b.unsqueeze(-2) * k
+        return self._marked(a.unsqueeze(-1) * b.unsqueeze(-2) * k)
 
     def _conditional_block(self, start: int, stop: int) -> Tensor:
         # Without the factor a_i, so that rows of weight zero have a conditional too.
         k, _, b = self._density_rows(start, stop)
         rows = b.unsqueeze(-2) * k
-        return safe_divide(rows, rows.sum(-1, keepdim=True))
+        return self._marked(safe_divide(rows, rows.sum(-1, keepdim=True)))
 
     @property
     def mT(self) -> EntropicCoupling:
@@ -456,7 +476,7 @@ class EntropicCoupling(Coupling):
         """Same coupling outside the autograd graph, evaluation off the atoms included."""
         outside = self._map(Tensor.detach)
         return (
-            outside if self.maps is None else replace(outside, maps=(_detached(self.maps[0]), _detached(self.maps[1])))
+            outside if self.maps is None else replace(outside, maps=(_Detached(self.maps[0]), _Detached(self.maps[1])))
         )
 
     def density(self, x: Points | None = None, y: Points | None = None) -> Tensor:
@@ -477,12 +497,17 @@ class EntropicCoupling(Coupling):
         """
         if x is None and y is None:
             parts = [self._density_rows(start, stop)[0] for start, stop in ops.row_blocks(tuple(self.shape))]
-            return torch.cat(parts, -2).to(self.dtype)
+            return self._marked(torch.cat(parts, -2)).to(self.dtype)
         if self.maps is None or self.mask is not None or isinstance(self.cost_function, Matrix):
             raise ConfigError(
                 "expected a cost that is defined off the atoms, received a matrix, a mask or features without maps; "
                 "pass maps=(source_map, target_map) to Coupling.solve"
             )
+        for name, points in (("x", x), ("y", y)):
+            if points is not None and (points.dim() < 2 or points.shape[:-2] != self.batch_shape):
+                raise ShapeError(
+                    f"expected {name} of shape {(*self.batch_shape, 'k', 'd')}, received {tuple(points.shape)}"
+                )
         a, b = self._weights()
         f, g, (tau_a, tau_b) = self.solution.f, self.solution.g, self.solution.taus
         x_features, y_features = self._wide(self.source_features), self._wide(self.target_features)
@@ -517,12 +542,15 @@ class EntropicCoupling(Coupling):
         """
         if self.solution.taus != (1.0, 1.0):
             raise ConfigError(f"expected hard marginals (tau_a = tau_b = 1), received taus {self.solution.taus}")
-        # The gap is a difference of two sums in float64; the margin covers their rounding.
-        scale = self.solution.value.double().abs() + self.epsilon + 1e-300
-        gap = self.solution.duality_gap.clamp_min(0.0) + 1e-13 * scale
-        tv = (gap / (2 * self.epsilon)).sqrt()
+        # The gap is a difference of sums in float64 that may cancel; the margin covers the rounding of their terms.
+        a, b = self._weights()
+        f, g = self.solution.f, self.solution.g
+        terms = (a * f.abs()).sum(-1) + (b * g.abs()).sum(-1)
+        terms = terms + torch.where(a > 0, f.abs(), 0.0).amax(-1) + torch.where(b > 0, g.abs(), 0.0).amax(-1)
+        gap = self.solution.duality_gap.clamp_min(0.0) + 4e-15 * (terms + self.epsilon)
+        tv = (gap / (2 * self.epsilon)).sqrt().clamp_max(1.0)
         diameter = _diameter(self.source) + _diameter(self.target)
-        return Certificate(gap, diameter, diameter * tv, tv.clamp_max(1.0))
+        return Certificate(gap, diameter, diameter * tv, tv)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -600,11 +628,7 @@ class RoundedCoupling(Coupling):
     @property
     def mT(self) -> RoundedCoupling:
         """Source and target exchanged."""
-        total = self.right.sum(-1, keepdim=True)
-        mass = self.left.sum(-1, keepdim=True)
-        left = self.right * mass  # only right is normalised
-        right = safe_divide(self.left * total, mass)
-        return RoundedCoupling(self.base.mT, self.column_factor, self.row_factor, left, right)
+        return RoundedCoupling(self.base.mT, self.column_factor, self.row_factor, self.right, self.left)
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> RoundedCoupling:
         tensors = (self.row_factor, self.column_factor, self.left, self.right)
@@ -636,8 +660,14 @@ class Conditional:
         return torch.cat(self.coupling._over_blocks(lambda p, *_: p, conditional=True), -2).to(self.coupling.dtype)
 
 
-def _detached(feature_map: FeatureMap) -> FeatureMap:
-    return lambda measure, points: feature_map(measure, points).detach()
+@dataclass(frozen=True)
+class _Detached:
+    """A feature map outside the autograd graph."""
+
+    feature_map: FeatureMap
+
+    def __call__(self, measure: Measure, points: Points) -> Features:
+        return self.feature_map(measure, points).detach()
 
 
 def _points_themselves(measure: Measure, points: Tensor) -> Tensor:
@@ -645,9 +675,12 @@ def _points_themselves(measure: Measure, points: Tensor) -> Tensor:
 
 
 def _diameter(mu: Measure) -> Tensor:
-    """Largest Euclidean distance of two atoms of positive weight, ``(*batch)``, float64."""
+    """Largest Euclidean distance of two atoms of positive weight, ``(*batch)``, float64; for many atoms a bound of it."""
     x = mu.points.detach().to(potential_dtype(mu.device))
     live = mu.weights > 0
+    if mu.n > _MOST_PAIRED:
+        distances = Euclidean()(x, (mu.weights.to(x).unsqueeze(-2) @ x)).squeeze(-1)
+        return 2 * distances.masked_fill(~live, 0.0).amax(-1)
     largest = torch.zeros(mu.batch_shape, dtype=x.dtype, device=x.device)
     for start, stop in ops.row_blocks((*mu.batch_shape, mu.n, mu.n)):
         distances = Euclidean().rows(x, x, start, stop)

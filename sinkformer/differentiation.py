@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from sinkformer import ops
-from sinkformer._numerics import safe_divide
+from sinkformer._numerics import penalty, safe_divide
 from sinkformer.errors import GradientWarning
 
 # Relative residual asked of the linear solve, and the one above which the derivative is called inaccurate.
@@ -152,11 +152,6 @@ class _Value(torch.autograd.Function):
         )
 
 
-def penalty(tau: float, epsilon: Tensor) -> Tensor | None:
-    """Strength rho of the KL penalty on a marginal, from tau = rho / (rho + epsilon); None for the hard constraint tau = 1."""
-    return None if tau == 1.0 else epsilon * tau / (1 - tau)
-
-
 def _conjugate(potential: Tensor, rho: Tensor | None) -> Tensor:
     """-rho (exp(-h / rho) - 1), the concave conjugate of the penalty; h itself for the hard constraint."""
     if rho is None:
@@ -168,9 +163,10 @@ def dual_value(cost: Tensor, a: Tensor, b: Tensor, epsilon: Tensor, f: Tensor, g
     """<a, f> + <b, g> - epsilon <exp((f + g - C)/epsilon) - 1, a (x) b>, with f and g conjugated where tau < 1."""
     rho_a, rho_b = (penalty(tau, epsilon) for tau in taus)
     k = ops.density(cost, f, g, a, b, epsilon)
-    mass = (a.unsqueeze(-1) * b.unsqueeze(-2) * k).sum((-1, -2))
+    # Summed as k - 1: for a large epsilon that multiplies it, the difference of two masses would be rounding.
+    excess = (a.unsqueeze(-1) * b.unsqueeze(-2) * (k - 1)).sum((-1, -2))
     linear = (a * _conjugate(f, rho_a)).sum(-1) + (b * _conjugate(g, rho_b)).sum(-1)
-    return linear - epsilon * (mass - a.sum(-1) * b.sum(-1))
+    return linear - epsilon * excess
 
 
 def implicit(

@@ -144,7 +144,7 @@ class Encoder(nn.Module):
         causal: space-time variant (arXiv 2408.01367, Theorem 2): the last coordinate of a point is its time, and a token
             at time t sees the atoms at times s <= t only; equal times see each other.
         context: give the MLPs a pooled context.
-        scale: standard deviation of an output coordinate at initialisation.
+        scale: order of magnitude of an output coordinate at initialisation.
         device, dtype: as for every torch module.
     """
 

@@ -14,7 +14,10 @@ from sinkformer._numerics import potential_dtype, relative_entropy, safe_log
 from sinkformer._typing import PerProblem, PlanMatrix
 from sinkformer.costs import Cost, Euclidean
 from sinkformer.couplings import Coupling, DenseCoupling, EntropicCoupling
-from sinkformer.errors import ConfigError, ConvergenceWarning, DTypeError, NonFiniteError, ShapeError
+from sinkformer.errors import ConfigError, ConvergenceWarning, DTypeError, NonFiniteError, ShapeError, WeightError
+
+# Masses of two plans that differ by more are not one mass up to the marginal error of a solver.
+_MASS_MISMATCH = 1e-2
 
 
 def fenchel_young(pi: EntropicCoupling, target: Coupling | PlanMatrix) -> PerProblem:
@@ -107,6 +110,7 @@ def entropic_w1(
 
     Raises:
         ConfigError: ``eta`` not positive, or a ground cost that is no metric.
+        WeightError: the masses of the two plans differ by more than 1e-2.
     """
     if not 0 < eta < float("inf"):
         raise ConfigError(f"expected eta positive and finite, received {eta}")
@@ -117,6 +121,12 @@ def entropic_w1(
         x, y = pi.source.points.detach().to(wide), pi.target.points.detach().to(wide)
         d_x, d_y = ground[0](x, x), ground[1](y, y)
     p, t = torch.cat(pi._over_blocks(lambda block, *_: block), -2), _target(pi, target)
+    masses = p.detach().sum((-1, -2)), t.sum((-1, -2))
+    if bool(((masses[0] - masses[1]).abs() > _MASS_MISMATCH).any()) or bool((masses[1] <= 0).any()):
+        raise WeightError(
+            f"expected two plans of one positive mass, received masses that differ by up to "
+            f"{float((masses[0] - masses[1]).abs().max()):.3g}; normalise them, or round them with .rounded()"
+        )
     p, t = p / p.sum((-1, -2), keepdim=True), t / t.sum((-1, -2), keepdim=True)
     between = _grid_transport(p, t, d_x, d_y, eta, max_iterations, tolerance)
     if not debiased:

@@ -52,14 +52,9 @@ class Measure:
     def __post_init__(self):
         """Check the arguments and clear the coordinates of padding."""
         _check_pair(self.points, self.weights)
-        points, weights = self.points, self.weights
-        if _values_are_visible(points) and _values_are_visible(weights):
-            _check_values(points, weights)
-        largest = torch.finfo(points.dtype).max
-        # Fourth root: a squared norm, and its product with another, stay finite. Half precision has no room for that.
-        limit = largest**0.25 if largest > 1e30 else largest
-        unusable = (weights == 0).unsqueeze(-1) & ~(points.abs() <= limit)
-        object.__setattr__(self, "points", points.masked_fill(unusable, 0.0))
+        if _values_are_visible(self.weights):
+            _check_weights(self.weights)
+        object.__setattr__(self, "points", _usable_points(self.points, self.weights))
 
     # Construction -----------------------------------------------------------------------------------------------------
 
@@ -76,13 +71,15 @@ class Measure:
         _check_pair(points, weights)
         if _values_are_visible(weights):
             _check_nonnegative(weights)
-        total = weights.sum(-1, keepdim=True)
-        if _values_are_visible(weights) and bool((total <= 0).any()):
+        # Largest first: the sum of large weights may overflow.
+        largest = weights.detach().amax(-1, keepdim=True)
+        if _values_are_visible(weights) and bool((largest <= 0).any()):
             raise WeightError(
                 f"expected weights with a positive sum, received a sum of zero at batch element "
-                f"{_first(total.squeeze(-1) <= 0)}; give at least one atom a positive weight"
+                f"{_first(largest.squeeze(-1) <= 0)}; give at least one atom a positive weight"
             )
-        return cls(points, weights / total)
+        shares = weights / largest
+        return cls(points, shares / shares.sum(-1, keepdim=True))
 
     @classmethod
     def stack(cls, measures: Sequence[Measure]) -> Measure:
@@ -111,6 +108,12 @@ class Measure:
             weights: shape ``(total,)``, each measure's summing to one; uniform if omitted.
         """
         _check_float("points", points)
+        if not isinstance(offsets, Tensor):
+            raise DTypeError(f"expected offsets as an integer tensor, received {type(offsets).__name__}")
+        if weights is not None and weights.shape != points.shape[:1]:
+            raise ShapeError(
+                f"expected one weight for each of the {len(points)} atoms, received weights of shape {tuple(weights.shape)}"
+            )
         if points.dim() != 2 or offsets.dim() != 1 or offsets.is_floating_point() or offsets.numel() < 1:
             raise ShapeError(
                 f"expected points of shape (total, d) and integer offsets of shape (B + 1,), received "
@@ -217,7 +220,7 @@ class Measure:
         return (self[k] for k in range(len(self)))
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Measure:
-        """Apply a shape-preserving function to both tensors, for example a move or a detach."""
+        """Apply a function that acts on the batch axes, dtype or device to both tensors, such as a detach."""
         return self._trusted(function(self.points), function(self.weights))
 
     def to(self, *args: Any, **kwargs: Any) -> Measure:
@@ -271,7 +274,8 @@ class Measure:
             map: a function from points ``(*batch, n, d)`` to ``(*batch, n, d')``, or the new points themselves.
         """
         points = map if isinstance(map, Tensor) else map(self.points)
-        return Measure(points, self.weights)
+        _check_pair(points, self.weights)  # the weights themselves were accepted before
+        return self._trusted(_usable_points(points, self.weights), self.weights)
 
     def merged(self) -> Measure:
         """Same measure with equal atoms merged and atoms of weight zero dropped; differentiable in the weights.
@@ -320,7 +324,12 @@ class Measure:
         Args:
             mass: weight of the null atom, between 0 and 1, a number or shape ``(*batch)``.
         """
-        share = torch.as_tensor(mass, dtype=self.dtype, device=self.device).expand(self.batch_shape).unsqueeze(-1)
+        share = torch.as_tensor(mass, dtype=self.dtype, device=self.device)
+        if share.dim() and share.shape != self.batch_shape:
+            raise ShapeError(
+                f"expected the null mass as a number or of shape {tuple(self.batch_shape)}, received {tuple(share.shape)}"
+            )
+        share = share.expand(self.batch_shape).unsqueeze(-1)
         if _values_are_visible(share) and not bool(((share >= 0) & (share <= 1)).all()):
             raise WeightError(f"expected a null mass between 0 and 1, received {mass}")
         points = torch.cat([self.points, self.points.new_zeros(*self.batch_shape, 1, self.d)], -2)
@@ -420,7 +429,7 @@ def _check_nonnegative(weights: Tensor) -> None:
         )
 
 
-def _check_values(points: Tensor, weights: Tensor) -> None:
+def _check_weights(weights: Tensor) -> None:
     _check_nonnegative(weights)
     # Sum in double, so that the check sees the weights and not its own rounding.
     total = weights.detach().sum(-1, dtype=torch.float32 if weights.device.type == "mps" else torch.float64)
@@ -430,12 +439,22 @@ def _check_values(points: Tensor, weights: Tensor) -> None:
             f"expected weights summing to 1, received a sum of {total[off][0].item():.9g} at batch element {_first(off)}; "
             f"use Measure.normalized(points, weights)"
         )
-    bad = ~torch.isfinite(points).all(-1) & (weights > 0)
-    if bool(bad.any()):
-        raise NonFiniteError(
-            f"expected finite points, received a NaN or infinity in the atom at index {_first(bad)}, whose weight is positive; "
-            f"give it weight zero to ignore it"
-        )
+
+
+def _usable_points(points: Tensor, weights: Tensor) -> Tensor:
+    """The points, with what marks padding replaced by zero; raises if a live atom has no finite coordinates."""
+    if _values_are_visible(points) and _values_are_visible(weights):
+        bad = ~torch.isfinite(points).all(-1) & (weights > 0)
+        if bool(bad.any()):
+            raise NonFiniteError(
+                f"expected finite points, received a NaN or infinity in the atom at index {_first(bad)}, whose weight is "
+                f"positive; give it weight zero to ignore it"
+            )
+    largest = torch.finfo(points.dtype).max
+    # Fourth root: a squared norm, and its product with another, stay finite. Half precision has no room for that.
+    limit = largest**0.25 if largest > 1e30 else largest
+    unusable = (weights == 0).unsqueeze(-1) & ~(points.abs() <= limit)
+    return points.masked_fill(unusable, 0.0)
 
 
 # Measures pass through torch.compile and torch.vmap as pairs of tensors.

@@ -23,8 +23,8 @@ from sinkformer._typing import CostMatrix, Potential
 from sinkformer.costs import NegativeDot
 from sinkformer.couplings import Coupling, EntropicCoupling
 from sinkformer.encoders import Encoder
-from sinkformer.errors import ConfigError, ModelError, ShapeError
-from sinkformer.measures import Measure
+from sinkformer.errors import ConfigError, DTypeError, ModelError
+from sinkformer.measures import Measure, check_compatible
 from sinkformer.solutions import OnFailure
 from sinkformer.solvers import SinkhornOptions
 
@@ -148,7 +148,7 @@ class SinkhornTransformer(
         self.config = config
         rank = config.rank or config.width
         target_dim = config.dim if config.target_dim is None else config.target_dim
-        # Features of this size make c / epsilon of order one at the start: <Q, K> has deviation scale^2 sqrt(rank).
+        # Features of this size make c / epsilon of order one at the start: <Q, K> is of order scale^2 sqrt(rank).
         scale = (config.epsilon / rank**0.5) ** 0.5
         options = dict(
             width=config.width,
@@ -178,7 +178,7 @@ class SinkhornTransformer(
             mu: source, ``(*batch, n)`` atoms in ``config.dim`` coordinates.
             nu: target, ``(*batch, m)`` atoms in ``config.target_dim`` coordinates.
             mask: additive mask of the cost, broadcast to ``(*batch, n, m)``; ``+inf`` forbids a pair.
-            init: potentials to start from; sinkhorn head only.
+            init: potentials to start from; they change the answer of the truncated head, and the work of the sinkhorn head.
             on_failure: see :func:`sinkformer.sinkhorn`.
 
         Returns:
@@ -187,9 +187,16 @@ class SinkhornTransformer(
 
         Raises:
             ShapeError: measures of another dimension than the model's, or of two batch shapes.
+            DTypeError: no measures, or measures of another dtype than the parameters.
+            InfeasibleError, NonFiniteError, ConvergenceError: see :func:`sinkformer.sinkhorn`.
         """
-        if mu.batch_shape != nu.batch_shape:
-            raise ShapeError(f"expected one batch shape, received {tuple(mu.batch_shape)} and {tuple(nu.batch_shape)}")
+        check_compatible(mu, nu)
+        parameters = self.source_encoder.leave.weight.dtype
+        if mu.dtype != parameters:
+            raise DTypeError(
+                f"expected measures of the model's dtype, {parameters}, received {mu.dtype}; "
+                f"convert them with mu.to({parameters}), or the model with model.to({mu.dtype})"
+            )
         config = self.config
         features = self.source_encoder(mu).to(mu.dtype), self.target_encoder(nu).to(nu.dtype)
         options: SinkhornOptions = {"mask": mask, "on_failure": on_failure, "init": init}
@@ -199,7 +206,6 @@ class SinkhornTransformer(
                 "max_iterations": config.iterations,
                 "tolerance": 0.0,
                 "gradient": "unrolled",
-                "on_failure": "ignore",
             }
         else:
             options |= {"max_iterations": config.max_iterations, "tolerance": config.tolerance}

@@ -23,11 +23,13 @@ _STEPS = 25
 # Path of decreasing epsilon: each one this fraction of the last, solved to this L1 violation.
 _SHRINK, _ON_THE_WAY = 0.5, 1e-2
 _HALVINGS = 12
+# Directions without ascent before a problem is given up: the curvature is lost in rounding.
+_MOST_FAILURES = 3
 
 
 def maximise(
-    cost: Tensor, a: Tensor, b: Tensor, epsilon: Tensor, g: Tensor, tolerance: float
-) -> tuple[Tensor, Tensor, Tensor]:
+    cost: Tensor, a: Tensor, b: Tensor, epsilon: Tensor, g: Tensor, tolerance: float, most: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Improve the potentials g of a flat batch of balanced problems.
 
     Args:
@@ -37,15 +39,15 @@ def maximise(
         epsilon: ``(B,)``.
         g: start, ``(B, m)``; not worse at the end than at the start, in the value of the dual.
         tolerance: L1 violation of the target marginal to stop at.
+        most: most steps to take.
 
     Returns:
-        ``(g, steps, solved)``: the potentials, the Newton steps taken by each problem, int64 ``(B,)``, and whether it
-        reached the tolerance.
+        ``(g, steps, solved, value)``: the potentials, the Newton steps taken by each problem, int64 ``(B,)``, whether it
+        reached the tolerance, and D(g).
     """
     log_b, padding = safe_log(b), (b == 0).to(b)
     steps = torch.zeros(len(g), dtype=torch.int64, device=g.device)
-    stuck = torch.zeros(len(g), dtype=torch.bool, device=g.device)
-    solved = torch.zeros_like(stuck)
+    solved, failures = torch.zeros(len(g), dtype=torch.bool, device=g.device), torch.zeros_like(steps)
 
     def evaluate(g: Tensor) -> tuple[Tensor, Tensor]:
         f = ops.softmin(cost, g, log_b, epsilon)
@@ -53,12 +55,12 @@ def maximise(
         return f, (a * f).sum(-1) + (b * g).sum(-1)
 
     f, value = evaluate(g)
-    for _ in range(_STEPS):
+    for _ in range(min(_STEPS, most)):
         plan = a.unsqueeze(-1) * b.unsqueeze(-2) * ops.density(cost, f, g, a, b, epsilon)
         q = plan.sum(-2)
         gradient = b - q
         solved = gradient.abs().sum(-1) <= tolerance
-        active = ~solved & ~stuck
+        active = ~solved & (failures < _MOST_FAILURES)
         if not bool(active.any()):
             break
         scaled = plan * safe_divide(torch.ones_like(a), a).sqrt().unsqueeze(-1)
@@ -82,18 +84,21 @@ def maximise(
             if not bool(short.any()):
                 break
             length = torch.where(short, length / 2, length)
-        stuck = stuck | short
-        moved = active & ~short
-        g = torch.where(moved.unsqueeze(-1), g_new, g)
-        f = torch.where(moved.unsqueeze(-1), f_new, f)
-        value = torch.where(moved, value_new, value)
-        steps = steps + moved
-    return g, steps, solved
+        failures = failures + short
+        if bool(short.any()):
+            # No ascent along that direction, however short: a plain sweep always ascends.
+            g_new = torch.where(short.unsqueeze(-1), g + epsilon.unsqueeze(-1) * plain, g_new)
+            f_new, value_new = evaluate(g_new)
+        g = torch.where(active.unsqueeze(-1), g_new, g)
+        f = torch.where(active.unsqueeze(-1), f_new, f)
+        value = torch.where(active, value_new, value)
+        steps = steps + active
+    return g, steps, solved, value
 
 
 def follow_path(
-    cost: Tensor, a: Tensor, b: Tensor, epsilon: Tensor, start: Tensor, tolerance: float
-) -> tuple[Tensor, Tensor, Tensor]:
+    cost: Tensor, a: Tensor, b: Tensor, epsilon: Tensor, start: Tensor, tolerance: float, most: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The same from afar: solve at ``start``, ``(B,)``, the range of the cost, and follow the solution down to epsilon.
 
     For small epsilon D is nearly piecewise linear, and a Newton step from a flat piece leads nowhere; along the path the
@@ -101,8 +106,11 @@ def follow_path(
     """
     g, total = torch.zeros_like(b), torch.zeros(len(b), dtype=torch.int64, device=b.device)
     temperature = torch.maximum(start, epsilon)
-    while bool((temperature > epsilon).any()):
-        g, steps, _ = maximise(cost, a, b, temperature, g, _ON_THE_WAY)
-        total, temperature = total + steps, torch.maximum(epsilon, _SHRINK * temperature)
-    g, steps, solved = maximise(cost, a, b, epsilon, g, tolerance)
-    return g, total + steps, solved
+    # Below its rounding, the cost itself is unknown: the path ends there, and the last step goes the rest of the way.
+    last = torch.maximum(epsilon, torch.finfo(cost.dtype).eps * start)
+    while bool((temperature > last).any()) and most > 0:
+        g, steps, _, _ = maximise(cost, a, b, temperature, g, _ON_THE_WAY, most)
+        total, most = total + steps, most - int(steps.max())
+        temperature = torch.maximum(last, _SHRINK * temperature)
+    g, steps, solved, value = maximise(cost, a, b, epsilon, g, tolerance, most)
+    return g, total + steps, solved, value

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import enum
+import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -47,7 +49,8 @@ _EXPLANATIONS = {
         "no coupling avoids the forbidden pairs: some atoms together weigh more than all atoms they may be paired with; "
         "allow more pairs, or give up a marginal with tau_a < 1 or tau_b < 1"
     ),
-    Status.NONFINITE: "the cost of a pair of atoms of positive weight is NaN or -inf; look for overflow where it was computed",
+    Status.NONFINITE: "the cost of a pair of atoms of positive weight is NaN, -inf or beyond 1e29; "
+    "look for overflow where it was computed",
 }
 
 
@@ -64,7 +67,7 @@ class Solution:
             plan itself; with tau < 1, the violation of that side's optimality condition P1 = a exp(-f / rho_a).
         duality_gap: primal cost of the rounded plan minus the dual value, >= 0 up to rounding; ``+inf`` where rounding
             has to use a forbidden pair.
-        iterations: sweeps over both sides, int64.
+        iterations: sweeps over both sides and Newton steps, int64.
         codes: ``Status`` of every problem, int8.
         tolerance: the marginal error that was asked for.
         taus: ``(tau_a, tau_b)``.
@@ -141,6 +144,8 @@ def report(solution: Solution, on_failure: OnFailure) -> None:
     if worst is None:
         return
     status = Status(int(solution.codes[worst]))
+    if status is Status.MAX_ITERATIONS and solution.tolerance == 0:
+        return  # all iterations is what was asked for
     failed = int((~solution.converged).sum())
     where = (
         f"problem {list(worst)}, the worst of {failed} that failed in a batch of {solution.codes.numel()}: "
@@ -157,4 +162,12 @@ def report(solution: Solution, on_failure: OnFailure) -> None:
         raise NonFiniteError(message)
     if on_failure == "raise":
         raise ConvergenceError(message)
-    warnings.warn(message, ConvergenceWarning, stacklevel=3)
+    warnings.warn(message, ConvergenceWarning, stacklevel=_caller())
+
+
+def _caller() -> int:
+    """The stack level of the first frame outside this package, as seen by the function that calls this one."""
+    package, level, frame = str(Path(__file__).parent), 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(package):
+        frame, level = frame.f_back, level + 1
+    return level

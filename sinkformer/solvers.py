@@ -1,4 +1,4 @@
-"""The entropic transport problem and its log-domain Sinkhorn iteration.
+"""The entropic transport problem: its arguments, its solution, the quality of the solution.
 
     minimise  <C, P> + epsilon KL(P | a (x) b) + rho_a KL(P 1 | a) + rho_b KL(P^T 1 | b)
 
@@ -15,19 +15,17 @@ zero, and unchanged when an atom is split. Gauge for couplings: <a, f> = <b, g>.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, Literal, TypedDict
 
-import numpy as np
 import torch
-from scipy.sparse import csr_array
-from scipy.sparse.csgraph import maximum_flow
 from torch import Tensor
 
 from sinkformer import ops
-from sinkformer._numerics import marginal_tolerance, potential_dtype, relative_entropy, working_dtype
+from sinkformer._numerics import marginal_tolerance, penalty, potential_dtype, relative_entropy, working_dtype
 from sinkformer._typing import CostMatrix, PerProblem, Potential
-from sinkformer.costs import Cost, SqEuclidean, as_cost
-from sinkformer.differentiation import dual_value, implicit, penalty
+from sinkformer.costs import Cost, Matrix, SqEuclidean, as_cost
+from sinkformer.differentiation import dual_value, implicit
 from sinkformer.errors import (
     ConfigError,
     DeviceError,
@@ -35,9 +33,10 @@ from sinkformer.errors import (
     NonFiniteError,
     ShapeError,
 )
+from sinkformer.feasibility import infeasible
 from sinkformer.measures import Measure, check_compatible
 from sinkformer.solutions import OnFailure, Solution, Status, report
-from sinkformer.sweeps import Loop
+from sinkformer.sweeps import LARGEST_COST, Loop
 
 Gradient = Literal["implicit", "unrolled"]
 
@@ -81,13 +80,14 @@ def sinkhorn(
     Args:
         mu: source, ``(*batch, n)`` atoms; or its weights alone, ``(*batch, n)``, if the cost is a matrix.
         nu: target, ``(*batch, m)`` atoms, or its weights alone; dtype, device and batch shape of ``mu``.
-        cost: a ``Cost``, or a cost matrix of shape ``(*batch, n, m)``. Any real values; ``+inf`` forbids a pair.
+        cost: a ``Cost``, or a cost matrix of shape ``(*batch, n, m)``. Any sign, up to 1e29; ``+inf`` forbids a pair.
         epsilon: strength of the entropy, > 0, in the units of the cost; a number or shape ``(*batch)``.
         mask: added to the cost, broadcast to ``(*batch, n, m)``; ``+inf`` forbids a pair. See ``costs.forbid``.
         tau_a: rho_a / (rho_a + epsilon) in [0, 1] for the source marginal; 1 is the hard constraint.
         tau_b: the same for the target marginal.
-        tolerance: marginal error (L1, both marginals) to reach; default 1e-4 in float32, 1e-9 in float64. 0 runs all iterations.
-        max_iterations: most sweeps spent on a problem.
+        tolerance: marginal error (L1, both marginals) to reach; default 1e-4 in float32, 1e-9 in float64. 0 runs all
+            iterations, and ending there is no failure.
+        max_iterations: most sweeps and Newton steps spent on a problem.
         init: potentials ``(f, g)`` to start from, for example those of a solution nearby; switches annealing off.
         annealing: epsilon starts at the range of the cost and shrinks by this factor at every sweep; None starts at
             epsilon itself. Without effect on the solution; always off with ``gradient="unrolled"``.
@@ -102,13 +102,14 @@ def sinkhorn(
         ConfigError: an option outside its range.
         DTypeError, DeviceError, ShapeError: arguments that do not fit together.
         InfeasibleError: no coupling avoids the forbidden pairs, unless ``on_failure="ignore"``.
-        NonFiniteError: a given cost matrix or mask holds NaN or -inf between atoms of positive weight, unless
+        NonFiniteError: the cost of a pair of atoms of positive weight is NaN, -inf or beyond 1e29, unless
             ``on_failure="ignore"``.
         ConvergenceError: not converged, with ``on_failure="raise"``.
     """
+    cost = as_cost(cost)
+    check_weights_have_costs(mu, nu, cost)
     mu, nu = as_measure(mu), as_measure(nu)
     check_compatible(mu, nu)
-    cost = as_cost(cost)
     _check_options(tau_a, tau_b, tolerance, max_iterations, annealing, gradient, on_failure)
     matrix, scale = cost_matrix(mu, nu, cost, mask), check_epsilon(epsilon, mu)
     wide = potential_dtype(mu.device)
@@ -143,6 +144,15 @@ def as_measure(mu: Measure | Tensor) -> Measure:
     )
 
 
+def check_weights_have_costs(mu: Measure | Tensor, nu: Measure | Tensor, cost: Cost) -> None:
+    """Raise if bare weights come without a cost matrix: there are no points to evaluate a cost on."""
+    if (isinstance(mu, Tensor) or isinstance(nu, Tensor)) and not isinstance(cost, Matrix):
+        raise ShapeError(
+            f"expected measures, or weights together with a cost matrix, received weights and the cost {cost!r}; "
+            f"pass cost=<tensor of shape (*batch, n, m)>, or measures with points"
+        )
+
+
 def cost_matrix(mu: Measure, nu: Measure, cost: Cost, mask: CostMatrix | None) -> CostMatrix:
     """Cost of every pair with the mask added, ``(*batch, n, m)``, in the dtype of potentials.
 
@@ -155,10 +165,10 @@ def cost_matrix(mu: Measure, nu: Measure, cost: Cost, mask: CostMatrix | None) -
         matrix = cost(mu.points.to(wide), nu.points.to(wide)).to(wide)
     if matrix.device != mu.device:
         raise DeviceError(f"expected the cost on {mu.device} as the measures, received it on {matrix.device}")
-    return matrix if mask is None else matrix + check_mask(mask, shape).to(wide)
+    return matrix if mask is None else matrix + check_mask(mask, shape, mu.device).to(wide)
 
 
-def check_mask(mask: Tensor, shape: tuple[int, ...]) -> Tensor:
+def check_mask(mask: Tensor, shape: tuple[int, ...], device: torch.device) -> Tensor:
     """Raise unless ``mask`` is an additive mask for problems of this shape; returns it expanded."""
     if not isinstance(mask, Tensor) or not mask.is_floating_point():
         received = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
@@ -166,6 +176,8 @@ def check_mask(mask: Tensor, shape: tuple[int, ...]) -> Tensor:
             f"expected an additive floating-point mask (+inf forbids a pair), received {received}; "
             f"convert a boolean tensor of forbidden pairs with costs.forbid(pairs)"
         )
+    if mask.device != device:
+        raise DeviceError(f"expected the mask on {device} as the measures, received it on {mask.device}; use mask.to()")
     if mask.dim() > len(shape) or any(
         have not in (1, want) for have, want in zip(mask.shape[::-1], shape[::-1], strict=False)
     ):
@@ -175,10 +187,12 @@ def check_mask(mask: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 def check_epsilon(epsilon: float | Tensor, mu: Measure) -> Tensor:
     """Epsilon as a positive, finite tensor of the batch shape, in the dtype of potentials."""
-    if isinstance(epsilon, bool) or not isinstance(epsilon, (int, float, Tensor)):
+    if isinstance(epsilon, bool) or not isinstance(epsilon, (Real, Tensor)):
         raise DTypeError(f"expected epsilon as a number or a tensor, received {type(epsilon).__name__}")
     # In one step: a Python number would pass through float32.
-    scale = torch.as_tensor(epsilon, dtype=potential_dtype(mu.device), device=mu.device)
+    scale = torch.as_tensor(
+        epsilon if isinstance(epsilon, Tensor) else float(epsilon), dtype=potential_dtype(mu.device), device=mu.device
+    )
     if not bool((torch.isfinite(scale) & (scale > 0)).all()):
         raise ConfigError(f"expected epsilon positive and finite, received {epsilon}")
     if scale.dim() and scale.shape != mu.batch_shape:
@@ -189,6 +203,11 @@ def check_epsilon(epsilon: float | Tensor, mu: Measure) -> Tensor:
 
 
 def _check_options(tau_a, tau_b, tolerance, max_iterations, annealing, gradient, on_failure) -> None:
+    numbers = {"tau_a": tau_a, "tau_b": tau_b, "max_iterations": max_iterations}
+    numbers |= {name: x for name, x in (("tolerance", tolerance), ("annealing", annealing)) if x is not None}
+    for name, x in numbers.items():
+        if isinstance(x, bool) or not isinstance(x, Real):
+            raise ConfigError(f"expected {name} as a number, received {x!r}")
     for name, tau in (("tau_a", tau_a), ("tau_b", tau_b)):
         if not 0 <= tau <= 1:
             raise ConfigError(f"expected {name} = rho / (rho + epsilon) between 0 and 1, received {tau}")
@@ -205,6 +224,10 @@ def _check_options(tau_a, tau_b, tolerance, max_iterations, annealing, gradient,
 
 
 def _check_init(init: Any, mu: Measure, nu: Measure, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    if not isinstance(init, (tuple, list)) or len(init) != 2 or not all(isinstance(h, Tensor) for h in init):
+        raise DTypeError(
+            f"expected init as two tensors (f, g), received {type(init).__name__}; see Solution.potentials"
+        )
     f, g = init
     if f.shape != mu.weights.shape or g.shape != nu.weights.shape:
         raise ShapeError(
@@ -241,9 +264,10 @@ class _Problem:
         a, b = given_a / given_a.sum(-1, keepdim=True), given_b / given_b.sum(-1, keepdim=True)
         cost = self.cost
         live = (a > 0).unsqueeze(-1) & (b > 0).unsqueeze(-2)
-        nonfinite = (live & (torch.isnan(cost) | (cost == -torch.inf))).flatten(1).any(-1)
-        # Between paddings, or in a problem that is lost, a cost that is not finite must not spread.
-        spoiled = torch.isnan(cost) | (cost == -torch.inf) | nonfinite.view(-1, 1, 1)
+        unusable = ~((cost.abs() <= LARGEST_COST) | (cost == torch.inf))
+        nonfinite = (live & unusable).flatten(1).any(-1)
+        # Between paddings, or in a problem that is lost, such a cost must not spread.
+        spoiled = unusable | nonfinite.view(-1, 1, 1)
         cost = cost.masked_fill(spoiled, 0.0)
 
         with torch.set_grad_enabled(unrolled and torch.is_grad_enabled()):
@@ -260,7 +284,10 @@ class _Problem:
             codes = torch.where(error <= tolerance, int(Status.CONVERGED), int(Status.MAX_ITERATIONS))
             if tolerance == 0:
                 codes = torch.where(error <= marginal_tolerance(work), int(Status.CONVERGED), codes)
-            codes = fixed._find_infeasible(codes)
+            if self.taus == (1.0, 1.0):
+                suspects = (codes != int(Status.CONVERGED)).nonzero().flatten()
+                hopeless = suspects[infeasible(fixed.cost[suspects], fixed.a[suspects], fixed.b[suspects])]
+                codes = codes.index_fill(0, hopeless, int(Status.INFEASIBLE))
             codes = codes.masked_fill(nonfinite, int(Status.NONFINITE)).to(torch.int8)
             error = error.masked_fill(nonfinite, torch.nan)
             gap = gap.masked_fill(nonfinite, torch.nan)
@@ -301,33 +328,6 @@ class _Problem:
         feasible = _rounded(plan, a, b) if taus == (1.0, 1.0) else plan
         primal = primal_value(feasible, cost, a, b, epsilon, taus)
         return error, primal - dual_value(cost, a, b, epsilon, f, g, taus)
-
-    def _find_infeasible(self, codes: Tensor) -> Tensor:
-        """Mark the problems, among those not converged, whose marginals cannot be met on the allowed pairs.
-
-        Such marginals exist exactly if a maximal flow through the allowed pairs carries all the mass (Hall, Strassen).
-        """
-        if self.taus != (1.0, 1.0):
-            return codes
-        codes, cost, a, b = codes.clone(), self.cost, self.a, self.b
-        live = (a > 0).unsqueeze(-1) & (b > 0).unsqueeze(-2)
-        suspects = (codes != int(Status.CONVERGED)) & (live & torch.isinf(cost)).flatten(1).any(-1)
-        for k in suspects.nonzero().flatten().tolist():
-            if not _feasible((live[k] & ~torch.isinf(cost[k])).cpu().numpy(), a[k].cpu().numpy(), b[k].cpu().numpy()):
-                codes[k] = int(Status.INFEASIBLE)
-        return codes
-
-
-def _feasible(allowed: np.ndarray, a: np.ndarray, b: np.ndarray) -> bool:
-    """Whether some plan on the allowed pairs has marginals a and b, to the accuracy of integer capacities."""
-    n, m = allowed.shape
-    unit = 2**30  # capacities are 32-bit; every one is rounded by half a unit at most
-    rows, columns = allowed.nonzero()
-    tails = np.concatenate([np.zeros(n, int), 1 + rows, 1 + n + np.arange(m)])
-    heads = np.concatenate([1 + np.arange(n), 1 + n + columns, np.full(m, n + m + 1)])
-    capacities = np.concatenate([a * unit, np.full(len(rows), unit), b * unit]).round().astype(np.int32)
-    graph = csr_array((capacities, (tails, heads)), shape=(n + m + 2, n + m + 2))
-    return unit - maximum_flow(graph, 0, n + m + 1).flow_value <= n + m
 
 
 def primal_value(

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from sinkformer import ops, semidual
-from sinkformer._numerics import safe_log
-from sinkformer.differentiation import penalty
+from sinkformer._numerics import penalty, safe_log
+from sinkformer.feasibility import infeasible
 
 # Problems that are done leave the batch after these many sweeps, then after twice as many, and so on.
 _FIRST_STAGE = 8
@@ -24,11 +24,12 @@ _NEWTON_ENTRIES = 2**24
 # Finite stand-ins for infinity, so that none is subtracted from another: the cost of a forbidden pair, and the potential
 # of an atom that may be paired with no other. The first must win against the second.
 _FORBIDDEN, _ALONE = 1e30, 1e20
+LARGEST_COST = 1e29
 
 
 @dataclass
 class State:
-    """Where a flat batch of B problems stands: all tensors have leading axis B."""
+    """Where a flat batch of B problems stands: all tensors have leading axis B, potentials the wide dtype."""
 
     f: Tensor
     g: Tensor
@@ -63,7 +64,6 @@ class Loop:
     column_offset: Tensor
     symmetric: Tensor
     cost: Tensor
-    b: Tensor
     log_a: Tensor
     log_b: Tensor
 
@@ -108,7 +108,6 @@ class Loop:
             column_offset=column_offset,
             symmetric=symmetric,
             cost=centred.to(work),
-            b=b.to(work),
             log_a=safe_log(a).to(work),
             log_b=safe_log(b).to(work),
         )
@@ -121,10 +120,16 @@ class Loop:
         if self.unrolled:
             return self._finish(self._sweep(state, max_iterations, max_iterations, tolerance))
         alive, spent, length = torch.arange(len(self.epsilon), device=self.cost.device), 1, _FIRST_STAGE
+        asked = False
         while len(alive) and spent < max_iterations:
+            if spent > _NEWTON_AFTER and not asked:
+                # Not worth asking before the easy ones have left.
+                state.done[alive[_at(self, alive)._hopeless()]] = asked = True
+                alive = (~state.done).nonzero().flatten()
+                continue
             part, problems = _at(state, alive), _at(self, alive)
             if spent > _NEWTON_AFTER:
-                part = problems._newton(part, tolerance)
+                part = problems._newton(part, tolerance, max_iterations)
             part = problems._sweep(part, length, max_iterations, tolerance)
             state = State(*(getattr(state, x.name).index_copy(0, alive, getattr(part, x.name)) for x in fields(State)))
             spent, length = spent + length, 2 * length
@@ -137,21 +142,12 @@ class Loop:
             g = torch.zeros_like(self.column_offset)
         else:
             g = (torch.zeros_like(self.column_offset) if init is None else init[1]) - self.column_offset
-        g = g.to(self.cost.dtype)
         temperature = self.epsilon
-        if self.annealing is not None:
-            temperature = torch.maximum(temperature, self._range())
+        if self.annealing is not None and min(self.taus) > 0:  # one side alone is solved by one update
+            temperature = torch.maximum(temperature, _range(self.wide_cost, self.wide_a, self.wide_b))
         f = self._update_f(g, temperature)
         ones = torch.ones(len(g), dtype=torch.int64, device=g.device)
         return State(f, g, temperature, ones, torch.zeros_like(ones, dtype=torch.bool))
-
-    def _range(self) -> Tensor:
-        """Largest minus smallest centred cost of a pair that counts, ``(B,)``."""
-        live = (self.wide_a > 0).unsqueeze(-1) & (self.wide_b > 0).unsqueeze(-2) & (self.wide_cost < _FORBIDDEN)
-        cost, none = self.wide_cost.detach(), ~live.flatten(1).any(-1)
-        largest = cost.masked_fill(~live, -torch.inf).amax((-1, -2))
-        smallest = cost.masked_fill(~live, torch.inf).amin((-1, -2))
-        return (largest - smallest).masked_fill(none, 0.0)
 
     def _sweep(self, state: State, sweeps: int, max_iterations: int, tolerance: float) -> State:
         """Up to ``sweeps`` further sweeps; a problem that is done keeps its potentials."""
@@ -172,33 +168,53 @@ class Loop:
             iterations = torch.where(frozen, iterations, iterations + 1)
         return State(f, g, temperature, iterations, done | (iterations >= max_iterations))
 
-    def _newton(self, state: State, tolerance: float) -> State:
-        """Newton steps at the final epsilon, for couplings of moderate size."""
+    def _hopeless(self) -> Tensor:
+        """Couplings that do not exist: nothing is gained by iterating."""
+        if self.taus != (1.0, 1.0):
+            return torch.zeros_like(self.symmetric)
+        cost = self.wide_cost.masked_fill(self.wide_cost >= _FORBIDDEN, torch.inf)
+        return infeasible(cost, self.wide_a, self.wide_b)
+
+    def _newton(self, state: State, tolerance: float, max_iterations: int) -> State:
+        """Newton steps at the final epsilon, for couplings of moderate size; kept if they raise the dual."""
         if self.taus != (1.0, 1.0) or self.cost.shape[-1] > semidual.MOST_ATOMS:
             return state
         size = max(1, _NEWTON_ENTRIES // max(1, self.cost[0].numel(), self.cost.shape[-1] ** 2))
-        parts = []
-        for k in range(0, len(self.epsilon), size):
-            here = slice(k, k + size)
-            cost, a, b, epsilon = self.wide_cost[here], self.wide_a[here], self.wide_b[here], self.epsilon[here]
-            start, spread = state.g[here].to(epsilon.dtype), self._range()[here]
-            g, steps, solved = semidual.maximise(cost, a, b, epsilon, start, tolerance / 4)
-            far = (~solved).nonzero().flatten()
-            if len(far):
-                problem = cost[far], a[far], b[far], epsilon[far]
-                afresh, more, _ = semidual.follow_path(*problem, start=spread[far], tolerance=tolerance / 4)
-                g, steps = g.index_copy(0, far, afresh), steps.index_add(0, far, more)
-            parts.append((g, steps))
-        g = torch.cat([g for g, _ in parts])
-        steps = torch.cat([steps for _, steps in parts])
-        f = ops.softmin(self.wide_cost, g, safe_log(self.wide_b), self.epsilon)
+        parts = [
+            self._newton_of(slice(k, k + size), state, tolerance, max_iterations)
+            for k in range(0, len(self.epsilon), size)
+        ]
+        g, steps, solved = (torch.cat(column) for column in zip(*parts, strict=True))
         if bool(self.symmetric.any()):
             # At the solution f - g is a constant; half of it each way makes the pair symmetric again.
-            g = torch.where(self.symmetric.unsqueeze(-1), (f + g) / 2 if f.shape == g.shape else g, g)
-        g = g.to(self.cost.dtype)
-        return replace(
-            state, f=self._update_f(g, self.epsilon), g=g, temperature=self.epsilon, iterations=state.iterations + steps
+            f = ops.softmin(self.wide_cost, g, safe_log(self.wide_b), self.epsilon)
+            g = torch.where(self.symmetric.unsqueeze(-1), (f + g) / 2, g)
+        # What is solved is done: in the precision of the sweeps its error could not even be seen.
+        return State(
+            f=self._update_f(g, self.epsilon),
+            g=g,
+            temperature=self.epsilon,
+            iterations=state.iterations + steps,
+            done=state.done | solved,
         )
+
+    def _newton_of(
+        self, here: slice, state: State, tolerance: float, max_iterations: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        cost, a, b, epsilon = self.wide_cost[here], self.wide_a[here], self.wide_b[here], self.epsilon[here]
+        most = max_iterations - int(state.iterations[here].max())
+        g, steps, solved, value = semidual.maximise(cost, a, b, epsilon, state.g[here], tolerance / 4, most)
+        far = (~solved).nonzero().flatten()
+        if len(far):
+            problem, spread = (cost[far], a[far], b[far], epsilon[far]), _range(cost[far], a[far], b[far])
+            most = max(0, most - int(steps.max()))
+            afresh, more, reached, height = semidual.follow_path(
+                *problem, start=spread, tolerance=tolerance / 4, most=most
+            )
+            better = reached | (height > value[far])
+            g = g.index_copy(0, far, torch.where(better.unsqueeze(-1), afresh, g[far]))
+            steps, solved = steps.index_add(0, far, more), solved.index_copy(0, far, reached & better)
+        return g, steps, solved
 
     def _update_f(self, g: Tensor, temperature: Tensor) -> Tensor:
         """The exact update of f, or f = g where the problem is symmetric."""
@@ -208,8 +224,9 @@ class Loop:
     @staticmethod
     def _half(cost: Tensor, potential: Tensor, log_weights: Tensor, temperature: Tensor, tau: float) -> Tensor:
         if tau == 0:
-            return torch.zeros_like(cost[..., 0])
-        update = tau * ops.softmin(cost, potential, log_weights, temperature.to(cost.dtype))
+            return torch.zeros(cost.shape[:-1], dtype=temperature.dtype, device=cost.device)
+        update = tau * ops.softmin(cost, potential.to(cost.dtype), log_weights, temperature.to(cost.dtype))
+        update = update.to(temperature.dtype)
         # A row without any allowed pair: no mass in a penalised problem, no information otherwise.
         return update.masked_fill(update > tau * _FORBIDDEN / 2, _ALONE if tau < 1 else 0.0)
 
@@ -221,8 +238,8 @@ class Loop:
         tau = self.taus[1]
         if tau == 0:
             return torch.zeros_like(temperature)
-        scale = temperature.detach().to(g.dtype).unsqueeze(-1)
-        g, proposal, b = g.detach(), proposal.detach(), self.b.detach()
+        scale = temperature.detach().unsqueeze(-1)
+        g, proposal, b = g.detach(), proposal.detach(), self.wide_b.detach()
         rho = penalty(tau, scale)
         wanted = b if rho is None else b * torch.exp(-g / rho)
         log_ratio = ((g - proposal) / (tau * scale)).masked_fill(b == 0, 0.0)
@@ -232,8 +249,7 @@ class Loop:
     def _finish(self, state: State) -> tuple[Tensor, Tensor, Tensor]:
         # One more update of f, in float64: the source marginal is exact to rounding. It moves nothing but the rounding of
         # the loop, unless the iteration ended during annealing. A symmetric pair stays symmetric.
-        wide = self.epsilon.dtype
-        g = state.g.to(wide)
+        g = state.g
         polished = self._half(self.wide_cost, g, safe_log(self.wide_b), self.epsilon, self.taus[0])
         if bool((self.wide_b == 0).any()):
             # Nothing waits for the target's atoms of weight zero; theirs is the update of what the iteration ended with.
@@ -241,6 +257,14 @@ class Loop:
             g = torch.where(self.wide_b == 0, probes, g)
         f = torch.where(self.symmetric.unsqueeze(-1), g, polished) if bool(self.symmetric.any()) else polished
         return f + self.row_offset, g + self.column_offset, state.iterations
+
+
+def _range(cost: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """Largest minus smallest cost of a pair that counts, ``(B,)``; zero if none does."""
+    live = (a > 0).unsqueeze(-1) & (b > 0).unsqueeze(-2) & (cost < _FORBIDDEN)
+    largest = cost.detach().masked_fill(~live, -torch.inf).amax((-1, -2))
+    smallest = cost.detach().masked_fill(~live, torch.inf).amin((-1, -2))
+    return (largest - smallest).masked_fill(~live.flatten(1).any(-1), 0.0)
 
 
 def _smallest(cost: Tensor, allowed: Tensor) -> Tensor:

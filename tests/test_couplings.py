@@ -600,7 +600,9 @@ def test_density_needs_a_cost_off_the_atoms():
 def test_density_with_maps():
     mu, nu = (random_measure(n, 2, generator=generator(n)) for n in (4, 6))
     maps = (lambda _, x: torch.tanh(x)), (lambda _, y: torch.cat([y, y], -1)[..., :2])
-    pi = Coupling.solve(mu, nu, cost=sf.NegativeDot(), features=(torch.tanh(mu.points), nu.points), maps=maps, epsilon=0.4)
+    pi = Coupling.solve(
+        mu, nu, cost=sf.NegativeDot(), features=(torch.tanh(mu.points), nu.points), maps=maps, epsilon=0.4
+    )
     torch.testing.assert_close(pi.density(mu.points), pi.density(), rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(pi.mT.density(y=mu.points), pi.density().mT, rtol=1e-9, atol=1e-9)
 

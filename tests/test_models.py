@@ -16,7 +16,15 @@ from torch import Tensor
 import sinkformer as sf
 from sinkformer import losses, testing
 from sinkformer.couplings import Coupling, EntropicCoupling
-from sinkformer.errors import ConfigError, ConvergenceWarning, ModelError, NonFiniteError, ShapeError
+from sinkformer.errors import (
+    ConfigError,
+    ConvergenceWarning,
+    DTypeError,
+    InfeasibleError,
+    ModelError,
+    NonFiniteError,
+    ShapeError,
+)
 from sinkformer.models import SinkhornTransformer, SinkhornTransformerConfig
 from sinkformer.testing import random_measure
 
@@ -301,8 +309,23 @@ def test_wrong_measures():
     model, (_, nu) = make(), pair()
     with pytest.raises(ShapeError, match="expected points with 2 coordinates, received 3"):
         model(nu, nu)
-    with pytest.raises(ShapeError, match=r"expected one batch shape, received \(3,\) and \(\)"):
+    with pytest.raises(ShapeError, match=r"expected measures of one batch shape, received \(3,\) and \(\)"):
         model(ragged()[0], nu)
+    with pytest.raises(DTypeError, match=r"the model's dtype, torch\.float64, received torch\.float32; .* mu\.to"):
+        model(pair()[0].to(torch.float32), nu.to(torch.float32))
+    with pytest.raises(DTypeError, match="expected a Measure, received Tensor"):
+        model(nu.points, nu)
+
+
+def test_truncated_head_reports_what_no_sweep_can_mend():
+    model, (mu, nu) = make(head="truncated", iterations=3), pair()
+    walls = torch.full((mu.n, nu.n), torch.inf, dtype=torch.float64)
+    with pytest.raises(InfeasibleError):
+        model(mu, nu, mask=walls)
+    with pytest.raises(NonFiniteError):
+        model(mu, nu, mask=torch.nan * walls)
+    with pytest.raises(ConfigError, match="on_failure"):
+        model(mu, nu, on_failure="zzz")
 
 
 # Precision ----------------------------------------------------------------------------------------------------------

@@ -120,7 +120,7 @@ def test_a_broken_encoder_is_caught(encoder, law):
 
 def test_a_lawful_function_passes():
     found = testing.check_encoder(lawful, DIM)
-    assert [law[:2] for law in found] == ["I1", "I2", "I3", "I4", "I5", "I6"]
+    assert [law[:2] for law in found] == ["I1", "I2", "I3", "I4", "I5"]
     testing.check_encoder(lawful, DIM, dtype=torch.float32)
 
 
@@ -133,14 +133,6 @@ def test_continuity_has_a_measure():
     with pytest.raises(AssertionError, match=r"law I5 weak continuity is broken: .* times as much"):
         testing.check_encoder(steep, DIM)
     assert testing.check_encoder(steep, DIM, lipschitz=1e7)["I5 weak continuity"] > 1e4
-
-
-def test_silent_use_of_other_weights_is_caught(monkeypatch):
-    monkeypatch.setattr("sinkformer.measures._check_values", lambda points, weights: None)
-    with pytest.raises(
-        AssertionError, match="law I6 scale is broken: weights that do not sum to one were used in silence"
-    ):
-        testing.check_encoder(lambda mu, at=None: lawful(Measure.normalized(mu.points, mu.weights), at), DIM)
 
 
 def test_random_measure():
@@ -206,7 +198,7 @@ def test_a_model_broken_on_the_target_side_is_caught(model):
 
 def test_a_lawful_model_passes():
     found = testing.check_coupling_model(entropic, DIM)
-    assert [law[:2] for law in found] == ["I1", "I2", "I3", "I6"]
+    assert [law[:2] for law in found] == ["I1", "I2", "I3"]
     torch.manual_seed(0)
     config = sf.SinkhornTransformerConfig(dim=3, target_dim=2, width=8, heads=2, depth=1, tolerance=1e-13)
     testing.check_coupling_model(sf.SinkhornTransformer(config, dtype=torch.float64), 3, target_dim=2)
