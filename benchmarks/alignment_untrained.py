@@ -2,9 +2,10 @@
 
 Reads gold alignments (JSON lines, one folder a set) from the folder in $SINKFORMER_ALIGNMENT_DATA. Scores are
 micro-averaged; recall and F1 count sure and possible links as gold, AER is that of Och and Ney (2003). The
-defaults of ``Aligner`` were chosen on edinburgh/train alone.
+defaults of ``Aligner`` were chosen on edinburgh/train with this script and its options.
 
-    SINKFORMER_ALIGNMENT_DATA=... python benchmarks/alignment_untrained.py [--limit 300]
+    SINKFORMER_ALIGNMENT_DATA=... python benchmarks/alignment_untrained.py
+    SINKFORMER_ALIGNMENT_DATA=... python benchmarks/alignment_untrained.py --sets edinburgh/train --limit 600 --layer 4
 """
 
 import argparse
@@ -43,11 +44,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--limit", type=int, default=300, help="first pairs of each set")
     parser.add_argument("--sets", nargs="*", default=SETS)
+    parser.add_argument("--layer", type=int)
+    for name in ("epsilon", "null-price", "distortion", "threshold"):
+        parser.add_argument(f"--{name}", type=float)
     arguments = parser.parse_args()
+    options = {name: getattr(arguments, name) for name in ("layer", "epsilon", "null_price", "distortion", "threshold")}
     folder = os.environ.get("SINKFORMER_ALIGNMENT_DATA")
     if not folder or not Path(folder).is_dir():
         sys.exit("skipped: set SINKFORMER_ALIGNMENT_DATA to the folder with the gold alignments")
-    aligner = Aligner()
+    aligner = Aligner(**{name: value for name, value in options.items() if value is not None})
     aligner("warm", "up")
     print(f"settings {aligner('a', 'b').settings_hash}: {aligner!r}")
     print(f"{'set':<16}{'pairs':>6}{'F1':>7}{'P':>7}{'R':>7}{'AER':>7}{'pairs/s':>9}")

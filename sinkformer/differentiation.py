@@ -116,10 +116,12 @@ class _Value(torch.autograd.Function):
     """The dual value, with the envelope derivative: P, f, g and KL(P | a (x) b); none through the potentials."""
 
     @staticmethod
-    def forward(ctx: Any, cost: Tensor, a: Tensor, b: Tensor, epsilon: Tensor, f: Tensor, g: Tensor, taus: tuple):
+    def forward(
+        ctx: Any, cost: Tensor, a: Tensor, b: Tensor, epsilon: Tensor, f: Tensor, g: Tensor, value: Tensor, taus: tuple
+    ):
         ctx.save_for_backward(cost, a, b, epsilon, f, g)
         ctx.taus = taus
-        return dual_value(cost, a, b, epsilon, f, g, taus)
+        return value.clone()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor):
@@ -149,6 +151,7 @@ class _Value(torch.autograd.Function):
             None,
             None,
             None,
+            None,
         )
 
 
@@ -170,9 +173,16 @@ def dual_value(cost: Tensor, a: Tensor, b: Tensor, epsilon: Tensor, f: Tensor, g
 
 
 def implicit(
-    cost: Tensor, a: Tensor, b: Tensor, epsilon: Tensor, f: Tensor, g: Tensor, taus: tuple[float, float]
+    cost: Tensor,
+    a: Tensor,
+    b: Tensor,
+    epsilon: Tensor,
+    f: Tensor,
+    g: Tensor,
+    value: Tensor,
+    taus: tuple[float, float],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Attach derivatives to solved potentials: ``(f, g, value)``, functions of cost, weights and epsilon.
+    """Attach derivatives to solved potentials and their dual value: ``(f, g, value)`` as functions of the problem.
 
     All tensors in the dtype of the potentials. The derivative in the weights is defined up to a constant: a and b only
     move with equal total mass.
@@ -180,6 +190,6 @@ def implicit(
     attached = _Potentials.apply(cost, a, b, epsilon, f, g, taus)
     assert isinstance(attached, tuple)
     f, g = attached
-    value = _Value.apply(cost, a, b, epsilon, f, g, taus)
+    value = _Value.apply(cost, a, b, epsilon, f, g, value, taus)
     assert isinstance(value, Tensor)
     return f, g, value

@@ -280,7 +280,7 @@ class _Problem:
 
         with torch.no_grad():
             fixed = _Problem(cost.detach(), a.detach(), b.detach(), self.epsilon.detach(), self.taus)
-            error, gap = fixed._quality(f.detach(), g.detach())
+            error, gap, value = fixed._quality(f.detach(), g.detach())
             codes = torch.where(error <= tolerance, int(Status.CONVERGED), int(Status.MAX_ITERATIONS))
             if tolerance == 0:
                 codes = torch.where(error <= marginal_tolerance(work), int(Status.CONVERGED), codes)
@@ -295,7 +295,7 @@ class _Problem:
         if unrolled:
             value = dual_value(cost, a, b, self.epsilon, f, g, self.taus)
         else:
-            f, g, value = implicit(cost, a, b, self.epsilon, f.detach(), g.detach(), self.taus)
+            f, g, value = implicit(cost, a, b, self.epsilon, f.detach(), g.detach(), value, self.taus)
         if self.taus == (1.0, 1.0):
             shift = ((a * f).sum(-1) - (b * g).sum(-1)).unsqueeze(-1) / 2
             f, g = f - shift, g + shift
@@ -313,8 +313,8 @@ class _Problem:
             self.taus,
         )
 
-    def _quality(self, f: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-        """``(marginal error, duality gap)`` of potentials, measured on the plan in float64."""
+    def _quality(self, f: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """``(marginal error, duality gap, dual value)`` of potentials, measured on the plan in float64."""
         cost, a, b, epsilon, taus = self.cost, self.a, self.b, self.epsilon, self.taus
         plan = a.unsqueeze(-1) * b.unsqueeze(-2) * ops.density(cost, f, g, a, b, epsilon)
         p, q = ops.marginals(plan)
@@ -327,7 +327,8 @@ class _Problem:
                 error = error + (have - want * torch.exp(-potential / rho.unsqueeze(-1))).abs().sum(-1)
         feasible = _rounded(plan, a, b) if taus == (1.0, 1.0) else plan
         primal = primal_value(feasible, cost, a, b, epsilon, taus)
-        return error, primal - dual_value(cost, a, b, epsilon, f, g, taus)
+        dual = dual_value(cost, a, b, epsilon, f, g, taus)
+        return error, primal - dual, dual
 
 
 def primal_value(

@@ -571,7 +571,7 @@ def test_a_forbidden_row_without_weight_is_no_obstacle(generator):
 def test_a_cost_that_is_not_finite(bad):
     cost = tensor([[0.0, 1.0], [1.0, 0.0]], [[0.0, bad], [1.0, 0.0]])
     weights = torch.full((2, 2), 0.5, dtype=torch.float64)
-    message = r"^problem \[1\], the worst of 1 .*: NONFINITE, .* cost of a pair of atoms .* is NaN, -inf or beyond 1e29; look for overflow"
+    message = r"^problem \[1\], the worst of 1 .*: NONFINITE, .* cost of a pair .* is NaN, -inf or beyond 1e29; look for overflow"
     with pytest.raises(NonFiniteError, match=message):
         sinkhorn(weights, weights, cost=cost, epsilon=0.5)
     solution = sinkhorn(weights, weights, cost=cost, epsilon=0.5, on_failure="ignore")
