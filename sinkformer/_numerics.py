@@ -62,3 +62,9 @@ def relative_entropy(p: Tensor, q: Tensor, dim: tuple[int, ...]) -> Tensor:
 def penalty(tau: float, epsilon: Tensor) -> Tensor | None:
     """Strength rho of the KL penalty on a marginal, from tau = rho / (rho + epsilon); None for the hard constraint tau = 1."""
     return None if tau == 1.0 else epsilon * tau / (1 - tau)
+
+
+def pairing(plan: Tensor, cost: Tensor) -> Tensor:
+    """<P, C> over the last two axes; a pair without mass costs nothing, whatever its cost, and has derivative zero."""
+    used = plan > 0
+    return torch.where(used, plan * torch.where(used, cost, 0.0), 0.0).sum((-1, -2))

@@ -21,7 +21,15 @@ from torch.utils.checkpoint import checkpoint
 from typing_extensions import Unpack
 
 from sinkformer import ops
-from sinkformer._numerics import FLOAT_DTYPES, mass_tolerance, potential_dtype, relative_entropy, safe_divide, safe_log
+from sinkformer._numerics import (
+    FLOAT_DTYPES,
+    mass_tolerance,
+    pairing,
+    potential_dtype,
+    relative_entropy,
+    safe_divide,
+    safe_log,
+)
 from sinkformer._typing import Features, PerProblem, PlanMatrix, Points
 from sinkformer.costs import Cost, Euclidean, Matrix, SqEuclidean, as_cost
 from sinkformer.errors import ConfigError, DTypeError, NonFiniteError, ShapeError, WeightError
@@ -341,7 +349,7 @@ class Coupling(ABC):
 
         def part(p: Tensor, start: int, stop: int) -> Tensor:
             c = self._wide(ground.rows(x, y, start, stop))
-            return torch.where(p > 0, p * torch.where(p > 0, c, 0.0), 0.0).sum((-1, -2))
+            return pairing(p, c)
 
         return torch.stack(self._over_blocks(part)).sum(0).to(self.dtype)
 
@@ -527,7 +535,7 @@ class EntropicCoupling(Coupling):
         """<P, C> for the coupling's own cost, without the entropy, ``(*batch)``."""
 
         def part(p: Tensor, start: int, stop: int) -> Tensor:
-            return torch.where(p > 0, p * torch.where(p > 0, self.cost_rows(start, stop), 0.0), 0.0).sum((-1, -2))
+            return pairing(p, self.cost_rows(start, stop))
 
         return torch.stack(self._over_blocks(part)).sum(0).to(self.dtype)
 

@@ -10,7 +10,7 @@ import warnings
 import torch
 from torch import Tensor
 
-from sinkformer._numerics import potential_dtype, relative_entropy, safe_log
+from sinkformer._numerics import pairing, potential_dtype, relative_entropy, safe_log
 from sinkformer._typing import PerProblem, PlanMatrix
 from sinkformer.costs import Cost, Euclidean
 from sinkformer.couplings import Coupling, DenseCoupling, EntropicCoupling
@@ -45,7 +45,7 @@ def fenchel_young(pi: EntropicCoupling, target: Coupling | PlanMatrix) -> PerPro
     t = _target(pi, target)
     cost = pi.cost_rows(0, pi.shape[-2])
     a, b = pi._weights()
-    linear = torch.where(t > 0, t * torch.where(t > 0, cost, 0.0), 0.0).sum((-1, -2))
+    linear = pairing(t, cost)
     entropy = relative_entropy(t, a.unsqueeze(-1) * b.unsqueeze(-2), (-1, -2))
     loss = (linear + pi.epsilon * entropy - pi._wide(pi.value)) / pi.epsilon
     return loss.to(pi.dtype)

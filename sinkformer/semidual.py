@@ -56,7 +56,7 @@ def maximise(
 
     f, value = evaluate(g)
     for _ in range(min(_STEPS, most)):
-        plan = a.unsqueeze(-1) * b.unsqueeze(-2) * ops.density(cost, f, g, a, b, epsilon)
+        plan = ops.plan(cost, f, g, a, b, epsilon)
         q = plan.sum(-2)
         gradient = b - q
         solved = gradient.abs().sum(-1) <= tolerance

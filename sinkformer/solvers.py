@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from sinkformer import ops
-from sinkformer._numerics import marginal_tolerance, penalty, potential_dtype, relative_entropy, working_dtype
+from sinkformer._numerics import marginal_tolerance, pairing, penalty, potential_dtype, relative_entropy, working_dtype
 from sinkformer._typing import CostMatrix, PerProblem, Potential
 from sinkformer.costs import Cost, Matrix, SqEuclidean, as_cost
 from sinkformer.differentiation import dual_value, implicit
@@ -316,7 +316,7 @@ class _Problem:
     def _quality(self, f: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """``(marginal error, duality gap, dual value)`` of potentials, measured on the plan in float64."""
         cost, a, b, epsilon, taus = self.cost, self.a, self.b, self.epsilon, self.taus
-        plan = a.unsqueeze(-1) * b.unsqueeze(-2) * ops.density(cost, f, g, a, b, epsilon)
+        plan = ops.plan(cost, f, g, a, b, epsilon)
         p, q = ops.marginals(plan)
         error = torch.zeros_like(epsilon)
         for have, want, potential, tau in ((p, a, f, taus[0]), (q, b, g, taus[1])):
@@ -335,8 +335,7 @@ def primal_value(
     plan: Tensor, cost: Tensor, a: Tensor, b: Tensor, epsilon: Tensor, taus: tuple[float, float]
 ) -> Tensor:
     """<C, P> + epsilon KL(P | a (x) b) + the penalties, per problem; ``+inf`` for mass on a forbidden pair."""
-    used = torch.where(plan > 0, plan * torch.where(plan > 0, cost, 0.0), 0.0).sum((-1, -2))
-    value = used + epsilon * relative_entropy(plan, a.unsqueeze(-1) * b.unsqueeze(-2), (-1, -2))
+    value = pairing(plan, cost) + epsilon * relative_entropy(plan, a.unsqueeze(-1) * b.unsqueeze(-2), (-1, -2))
     for have, want, tau in zip(ops.marginals(plan), (a, b), taus, strict=True):
         rho = penalty(tau, epsilon)
         if rho is not None:

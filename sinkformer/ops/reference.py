@@ -41,6 +41,11 @@ def density(cost: Tensor, f: Tensor, g: Tensor, a: Tensor, b: Tensor, epsilon: T
     return exponents.exp().masked_fill(void, 0.0)
 
 
+def plan(cost: Tensor, f: Tensor, g: Tensor, a: Tensor, b: Tensor, epsilon: Tensor) -> Tensor:
+    """P = a b exp((f + g - C) / epsilon), in the dtype of the potentials."""
+    return a.unsqueeze(-1) * b.unsqueeze(-2) * density(cost, f, g, a, b, epsilon)
+
+
 def marginals(plan: Tensor) -> tuple[Tensor, Tensor]:
     """Row sums and column sums."""
     return plan.sum(-1), plan.sum(-2)
