@@ -50,8 +50,8 @@ def align(
     if ids and format is o.LineFormat.jsonl:
         raise usage("--ids belongs to --format pharaoh; JSON lines carry their id anyway")
     report = Report(quiet, Counter())
-    with session(quiet=quiet, debug=debug):
-        check_writable(output)
+    with session(quiet=quiet, debug=debug, stdout=output is None):
+        check_writable(output, inputs=[path for path in (pairs, src, tgt) if path is not None])
         with opened_pairs(pairs, src, tgt, tokenized=not raw) as (items, total):
             aligner = o.build_aligner(model, layer, device, epsilon, null_price, threshold, distortion, no_null)
             with output_stream(output) as out, progress(total, quiet) as advance:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from sinkformer.cli import options as o
-from sinkformer.cli.session import NOT_CONVERGED, check_writable, session, usage
+from sinkformer.cli.session import NOT_CONVERGED, check_writable, same_place, session, usage
 from sinkformer.cli.streams import read_text
 from sinkformer.cli.tables import print_alignment
 from sinkformer.plots import check_format
@@ -42,8 +42,11 @@ def couple(
     if files and text_a == text_b == "-":
         raise usage("only one of the two files can be stdin ('-')")
     with session(quiet=quiet, debug=debug):
-        check_writable(html)
-        check_writable(plot)
+        inputs = [text_a, text_b] if files else []
+        check_writable(html, inputs=inputs)
+        check_writable(plot, inputs=inputs)
+        if html is not None and plot is not None and same_place(html, plot):
+            raise usage("--html and --plot name the same file; give each its own")
         if plot is not None:
             check_format(plot)
         a, b = (read_text(text) if files else text for text in (text_a, text_b))

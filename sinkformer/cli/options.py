@@ -27,22 +27,29 @@ Layer = Annotated[
     ),
 ]
 Device = Annotated[
-    str | None, typer.Option(help="Torch device, such as cpu or cuda. Default: cpu.", rich_help_panel=_MODEL)
+    str | None, typer.Option(help="Torch device: cpu, cuda or mps. Default: cpu.", rich_help_panel=_MODEL)
 ]
 Epsilon = Annotated[
-    float | None, typer.Option(help="Strength of the entropy, > 0. Default: 0.05.", rich_help_panel=_HOW)
+    float | None,
+    typer.Option(help="Strength of the entropy, in [1e-6, 1e6]. Default: 0.05.", rich_help_panel=_HOW),
 ]
 NullPrice = Annotated[
     float | None,
-    typer.Option(help="Cost of leaving one word alone, > 0. Default: 0.4.", rich_help_panel=_HOW),
+    typer.Option(help="Cost of leaving one word alone, in (0, 1e6]. Default: 0.4.", rich_help_panel=_HOW),
 ]
 Threshold = Annotated[
     float | None,
-    typer.Option(help="Least share of a word's mass for a link, in (0, 1]. Default: 0.3.", rich_help_panel=_HOW),
+    typer.Option(
+        help="Least share of a word's mass for a link, in (0, 1]. In the one-to-one matching all copies of a word "
+        "count together, so a link's own confidence can be lower. Default: 0.3.",
+        rich_help_panel=_HOW,
+    ),
 ]
 Distortion = Annotated[
     float | None,
-    typer.Option(help="Cost of a change of place; 0 for free word order. Default: 0.2.", rich_help_panel=_HOW),
+    typer.Option(
+        help="Cost of a change of place, in [0, 1e6]; 0 for free word order. Default: 0.2.", rich_help_panel=_HOW
+    ),
 ]
 NoNull = Annotated[
     bool,

@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import lru_cache
 from importlib.metadata import version
 from itertools import islice
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from sinkformer.text.embedders import (
     TransformerEmbedder,
     as_embedder,
     checked_device,
+    checked_vectors,
 )
 from sinkformer.text.formats import BadLine, Pair
 from sinkformer.text.tokens import Tokenizer, Words, split_words, surface
@@ -46,6 +48,11 @@ TextLike = str | Sequence[str] | Words
 
 # Cells of the cost matrices solved together: bounds the memory of a batch whatever the lengths.
 _CELLS = 400_000
+
+# Costs of word pairs are of order one. Prices far beyond them leave no digits of a cost; an entropy far below them
+# leaves none of a plan.
+_DEAREST = 1e6
+_LEAST_EPSILON = 1e-6
 
 
 class Aligner:
@@ -57,22 +64,24 @@ class Aligner:
 
     Args:
         model: ``"en"`` (packaged English model), a folder, a Hugging Face name, a callable from a list of
-            token lists to a list of ``(n_words, d)`` arrays, or an ``Embedder``.
+            token lists to a list of ``(n_words, d)`` arrays, or an ``Embedder``. Of a callable the settings know
+            only the name.
         layer: hidden layer of a Hugging Face model; default: 3 for ``"en"``, 0.6 of the depth for others.
         null: let words stay alone. Without, every word has to go somewhere; texts without words use the null
             atom anyway.
-        null_price: what leaving one word alone costs; two words are matched only if their cost is below twice
-            that.
-        epsilon: strength of the entropy, in units of the cost: larger values spread the coupling.
-        distortion: price of a change of place; 0 for languages of free word order.
+        null_price: what leaving one word alone costs, in (0, 1e6]; two words are matched only if their cost is
+            below twice that.
+        epsilon: strength of the entropy, in units of the cost, in [1e-6, 1e6]: larger values spread the coupling.
+        distortion: price of a change of place, in [0, 1e6]; 0 for languages of free word order.
         threshold: least share of a word's mass for a link, in (0, 1]; for a pair of the one-to-one matching all copies
-            of a word count together, since they share its mass (see ``decoding``).
+            of a word count together, since they share its mass (see ``decoding``), so that the own confidence of such a
+            link can be below the threshold.
         tokenizer: a callable from text to a list of words, instead of the built-in rule. Token lists are
             never split.
         centre: vector subtracted from all word vectors; ``"auto"``: the shipped mean for ``"en"``, none for
             others (see :meth:`fit_centre`); None: no centring.
         max_words: longest text accepted. Longer ones are an error: nothing is cut off in silence.
-        device: torch device of model and coupling.
+        device: torch device of model and coupling: cpu, cuda or mps.
         batch_size: texts encoded, and pairs solved, together. The results do not depend on it.
 
     Raises:
@@ -97,9 +106,9 @@ class Aligner:
         batch_size: int = 32,
     ):
         """Check the options, then load the model."""
-        _check_number("null_price", null_price, above=0.0)
-        _check_number("epsilon", epsilon, above=0.0)
-        _check_number("distortion", distortion, least=0.0)
+        _check_number("null_price", null_price, above=0.0, most=_DEAREST)
+        _check_number("epsilon", epsilon, least=_LEAST_EPSILON, most=_DEAREST)
+        _check_number("distortion", distortion, least=0.0, most=_DEAREST)
         _check_number("threshold", threshold, above=0.0, most=1.0)
         for name, value in (("max_words", max_words), ("batch_size", batch_size)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -151,8 +160,6 @@ class Aligner:
         """
         return self._window([self._words(a, b)])[0]
 
-    couple = __call__
-
     def align(self, pairs: Iterable[Any], *, window: int | None = None) -> Iterator[Alignment | BadLine]:
         """Couple many pairs, lazily and in order, one result for each.
 
@@ -169,7 +176,7 @@ class Aligner:
             DTypeError: an item that is not a pair; names its position.
             TextError: see :meth:`__call__`.
         """
-        if isinstance(pairs, (str, bytes, Words)):
+        if isinstance(pairs, (str, bytes, Words)) or not isinstance(pairs, Iterable):
             raise DTypeError(
                 f"expected an iterable of pairs of texts, received one {type(pairs).__name__}; for two "
                 "texts call the aligner itself: aligner(a, b)"
@@ -220,7 +227,7 @@ class Aligner:
         total, count = None, 0
         words = (self._one(text, "centring") for text in texts)
         while block := list(islice(words, 16 * self.batch_size)):
-            for x in self.embedder.embed([w.words for w in block]):
+            for x in self._vectors([w.words for w in block]):
                 known = x.double()[(x != 0).any(-1)]
                 if len(known):
                     total = known.sum(0) if total is None else total + known.sum(0)
@@ -269,7 +276,7 @@ class Aligner:
         texts = list(dict.fromkeys(side.words for pair in pairs for side in pair))
         vectors = {
             words: documents.unit_vectors(x.to(self._coupling_device), self.centre)
-            for words, x in zip(texts, self.embedder.embed(list(texts)), strict=True)
+            for words, x in zip(texts, self._vectors(texts), strict=True)
         }
         results: list[Alignment | None] = [None] * len(pairs)
         for batch in self._batches(pairs):
@@ -287,6 +294,10 @@ class Aligner:
                 stacklevel=3,
             )
         return done
+
+    def _vectors(self, texts: Sequence[Sequence[str]]) -> list[Tensor]:
+        name = str(self.embedder.settings.get("model", type(self.embedder).__name__))
+        return checked_vectors(self.embedder.embed(list(texts)), texts, name)
 
     @property
     def _coupling_device(self) -> torch.device:
@@ -378,12 +389,22 @@ def couple(a: TextLike, b: TextLike, **options: Any) -> Alignment:
     model = options.get("model", PACKAGED_MODEL)
     if isinstance(model, (str, Path)):
         device = checked_device(options.get("device", "cpu"))
-        options["model"] = _kept_embedder(str(model), options.pop("layer", None), str(device))
+        files = _files_of(str(model))
+        options["model"] = _kept_embedder(str(model), options.pop("layer", None), str(device), files)
     return Aligner(**options)(a, b)
 
 
+def _files_of(model: str) -> tuple[tuple[str, int, int], ...]:
+    """Path, size and time of every file of a folder, so that a folder that changes is loaded again."""
+    if model == PACKAGED_MODEL or not Path(model).is_dir():
+        return ()
+    files = sorted(path for path in Path(model).resolve().iterdir() if path.is_file())
+    return tuple((str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files)
+
+
 @lru_cache(maxsize=2)
-def _kept_embedder(model: str, layer: int | None, device: str) -> Embedder:
+def _kept_embedder(model: str, layer: int | None, device: str, files: tuple = ()) -> Embedder:
+    # ``files`` belongs to the key of the cache only: it says which state of the folder was loaded.
     return TransformerEmbedder(model, layer=layer, device=device)
 
 
@@ -456,14 +477,14 @@ def packaged_centres() -> Tensor:
 
 
 def _check_number(
-    name: str, value: Any, *, above: float | None = None, least: float | None = None, most: float = math.inf
+    name: str, value: Any, *, above: float | None = None, least: float | None = None, most: float
 ) -> None:
-    good = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value <= most
-    good = good and (above is None or value > above) and (least is None or value >= least)
+    number: Any = value if isinstance(value, Real) and not isinstance(value, bool) else math.nan
+    # No comparison holds for NaN.
+    good = number <= most and (above is None or number > above) and (least is None or number >= least)
     if not good:
         low = f"> {above:g}" if above is not None else f">= {least:g}"
-        high = "" if math.isinf(most) else f" and <= {most:g}"
-        raise ConfigError(f"expected {name} as a finite number {low}{high}, received {value!r}")
+        raise ConfigError(f"expected {name} as a finite number {low} and <= {most:g}, received {value!r}")
 
 
 def _name_of(function: Any) -> str:

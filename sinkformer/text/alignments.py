@@ -158,8 +158,9 @@ class Alignment:
             axes = plots.coupling(
                 values,
                 plots.new_axes(values.shape) if path is not None else None,
-                rows=[*self.source.words, *null],
-                columns=[*self.target.words, *null],
+                # Control characters would make an SVG that no program opens.
+                rows=[*map(pages.visible, self.source.words), *null],
+                columns=[*map(pages.visible, self.target.words), *null],
                 marked=self.links,
                 label="share of the word's mass",
                 limits=(0.0, 1.0),

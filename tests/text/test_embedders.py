@@ -3,10 +3,13 @@ import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from sinkformer.errors import (
     ConfigError,
@@ -18,7 +21,7 @@ from sinkformer.errors import (
     ShapeError,
     TextWarning,
 )
-from sinkformer.text import Aligner, CallableEmbedder, Embedder, TransformerEmbedder, embedders
+from sinkformer.text import Aligner, CallableEmbedder, Embedder, TransformerEmbedder, couple, embedders
 
 
 @pytest.fixture(scope="session")
@@ -157,6 +160,74 @@ def test_a_model_that_cannot_be_loaded_says_what_to_do(tmp_path, monkeypatch):
         TransformerEmbedder(str(tmp_path))
 
 
+@pytest.fixture
+def copy_of_bert(tiny_models, tmp_path):
+    return Path(shutil.copytree(tiny_models / "bert", tmp_path / "bert"))
+
+
+def change_weights(folder, change):
+    weights = load_file(folder / "model.safetensors")
+    change(weights)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_missing_weights_are_refused(copy_of_bert):
+    change_weights(copy_of_bert, lambda w: [w.pop(name) for name in list(w) if name.startswith("pooler.")])
+    TransformerEmbedder(str(copy_of_bert))  # the pooler is not used
+    change_weights(copy_of_bert, lambda w: w.pop("encoder.layer.0.output.dense.weight"))
+    message = r"encoder\.layer\.0\.output\.dense\.weight are missing from its files; copy or download the model again"
+    with pytest.raises(ModelError, match=message):
+        TransformerEmbedder(str(copy_of_bert))
+
+
+def test_weights_of_other_sizes_are_refused(copy_of_bert):
+    config = json.loads((copy_of_bert / "config.json").read_text())
+    (copy_of_bert / "config.json").write_text(json.dumps(config | {"intermediate_size": 8}))
+    with pytest.raises(
+        ModelError, match=r"dense\.weight and 6 more have other sizes than config\.json says in its files"
+    ):
+        TransformerEmbedder(str(copy_of_bert))
+
+
+def test_a_folder_without_tokenizer_files_is_refused(copy_of_bert):
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (copy_of_bert / name).unlink()
+    with pytest.raises(ModelError, match="knows special tokens only, so every word would be unknown; expected a token"):
+        TransformerEmbedder(str(copy_of_bert))
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "config.json"])
+@pytest.mark.parametrize("rest", [0, 10, 500])
+def test_damaged_files_are_model_errors(copy_of_bert, name, rest):
+    path = copy_of_bert / name
+    path.write_bytes(path.read_bytes()[:rest])
+    with pytest.raises(ModelError, match=r"cannot load the model .*Pass 'en'"):
+        TransformerEmbedder(str(copy_of_bert))
+
+
+def test_the_settings_tell_models_apart(tiny_models, copy_of_bert):
+    first = TransformerEmbedder(str(copy_of_bert)).settings
+    assert TransformerEmbedder(str(tiny_models / "bert")).settings["sha256"] == first["sha256"]
+    results = [couple("the cat", "cats", model=copy_of_bert)]
+    change_weights(copy_of_bert, lambda w: w["encoder.layer.1.output.dense.weight"].mul_(-1))
+    assert TransformerEmbedder(str(copy_of_bert)).settings["sha256"] != first["sha256"]
+    # A folder with other weights is another model for `couple` too, which keeps what it has loaded.
+    results.append(couple("the cat", "cats", model=copy_of_bert))
+    assert results[0].settings_hash != results[1].settings_hash
+    assert not torch.equal(results[0].plan, results[1].plan)
+    # A random pooler is no part of the model.
+    change_weights(copy_of_bert, lambda w: [w.pop(name) for name in list(w) if name.startswith("pooler.")])
+    results.append(couple("the cat", "cats", model=copy_of_bert))
+    assert results[1].settings_hash == results[2].settings_hash
+
+
+@pytest.mark.parametrize("name", ["./nope", "/nope", "~/nope", "../a", "a/b/c"])
+def test_what_looks_like_a_folder_is_not_asked_of_the_hub(name):
+    pytest.importorskip("transformers")
+    with pytest.raises(ModelError, match=f"cannot load the model '{name}': no such folder. Pass 'en'"):
+        TransformerEmbedder(name)
+
+
 def test_a_slow_tokenizer_is_refused(tiny_models, monkeypatch):
     import transformers
 
@@ -184,6 +255,13 @@ def test_devices(tiny_models):
     if not torch.cuda.is_available():
         with pytest.raises(DeviceError, match="this torch sees no CUDA device; use 'cpu'"):
             TransformerEmbedder(str(tiny_models / "bert"), device="cuda")
+    if not torch.backends.mps.is_available():
+        with pytest.raises(DeviceError, match="this torch sees no Apple GPU; use 'cpu'"):
+            TransformerEmbedder(str(tiny_models / "bert"), device="mps")
+    with pytest.raises(DeviceError, match="expected one of the devices 'cpu', 'cuda' and 'mps', received 'meta'"):
+        TransformerEmbedder(str(tiny_models / "bert"), device="meta")
+    with pytest.raises(DTypeError, match=r"expected device as a str or a torch\.device, received NoneType; use 'cpu'"):
+        Aligner(str(tiny_models / "bert"), device=None)
     with pytest.raises(ConfigError, match="expected batch_size >= 1, received 0"):
         TransformerEmbedder(str(tiny_models / "bert"), batch_size=0)
 
@@ -202,9 +280,17 @@ def test_a_callable_may_return_lists_arrays_or_tensors():
 @pytest.mark.parametrize(
     ("returned", "error", "message"),
     [
-        ([], ShapeError, "expected 1 matrices from 'f', received 0"),
-        ([[[1.0]]], ShapeError, r"expected one row for each of 2 words from 'f', received shape \(1, 1\)"),
+        ([], ShapeError, "expected 1 matrices from the model 'f', received 0"),
+        ([[[1.0]]], ShapeError, r"expected one row for each of 2 words from the model 'f', received shape \(1, 1\)"),
         ([[1.0, 2.0]], ShapeError, r"received shape \(2,\)"),
+        ([[[], []]], ShapeError, r"one row for each of 2 words from the model 'f', received shape \(2, 0\)"),
+        ([[[1.0], [1.0, 2.0]]], ShapeError, "a matrix for 2 words from the model 'f', received a ragged list"),
+        (None, DTypeError, "expected a list of matrices from the model 'f', received NoneType; return one"),
+        (np.float64(1), DTypeError, "expected a list of matrices from the model 'f', received float64"),
+        ([None], DTypeError, "expected numbers from the model 'f', received a NoneType"),
+        ([[["x"], ["y"]]], DTypeError, "expected numbers from the model 'f', received a list that is no array"),
+        (["ab"], DTypeError, "expected numbers from the model 'f', received a str"),
+        ([[[1j], [2.0]]], DTypeError, r"expected real numbers from the model 'f', received torch\.complex128"),
         (
             [[[1.0], [float("nan")]]],
             NonFiniteError,
@@ -219,9 +305,18 @@ def test_what_a_callable_returns_is_checked(returned, error, message):
     with pytest.raises(error, match=message):
         CallableEmbedder(f).embed([["a", "b"]])
 
+    class Own:
+        settings: ClassVar = {"model": "f"}
+
+        def embed(self, texts):
+            return returned
+
+    with pytest.raises(error, match=message):
+        Aligner(Own())(["a", "b"], ["a", "b"])
+
 
 def test_a_callable_must_keep_its_width():
-    with pytest.raises(ShapeError, match=r"vectors of one width from 'f', received widths \[1, 2\]"):
+    with pytest.raises(ShapeError, match=r"vectors of one width from the model 'f', received widths \[1, 2\]"):
         CallableEmbedder(lambda texts: [[[1.0]], [[1.0, 2.0]]], name="f").embed([["a"], ["b"]])
 
 

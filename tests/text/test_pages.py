@@ -1,5 +1,6 @@
 import re
 from html.parser import HTMLParser
+from xml.etree import ElementTree
 
 import pytest
 
@@ -130,6 +131,11 @@ def test_a_picture(static, tmp_path):
     assert (tmp_path / "a.png").read_bytes()[:4] == b"\x89PNG"
     assert axes.images[0].get_array().shape == (len(r.source) + 1, len(r.target) + 1)
     assert len(axes.patches) == len(r.links)
+
+
+def test_a_picture_is_valid_xml_whatever_the_words_hold(static, tmp_path):
+    static(["a\x00b", "\x1b[0m", "\ufffe", "<&>"], ["a\x00b", "\u202e"]).plot(tmp_path / "a.svg")
+    ElementTree.parse(tmp_path / "a.svg")
 
 
 def test_a_font_without_the_letters_is_reported_once(static, tmp_path):

@@ -78,6 +78,8 @@ def test_bad_input_is_named():
         Words.from_tokens(["a", 2])
     with pytest.raises(DTypeError, match=r"tokenizer\(text\) to return a list of words, received str"):
         split_words("a b", lambda text: "a b")
+    with pytest.raises(DTypeError, match=r"tokenizer\(text\) to return a list of words, received NoneType"):
+        split_words("a b", lambda text: None)
     with pytest.raises(TextError, match=r"lone surrogate \(U\+DCE9\) at character 3"):
         split_words("caf\udce9")
     with pytest.raises(TextError, match="lone surrogate"):
