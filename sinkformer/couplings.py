@@ -127,10 +127,10 @@ class Coupling(Plan):
         base = self.detach()
 
         def rows(v: Tensor) -> Tensor:
-            return torch.cat(base._over_blocks(lambda p, *_: (p @ v.unsqueeze(-1)).squeeze(-1)), -1)
+            return torch.cat(base._over_blocks(lambda p, *_: ops.apply(p, v)), -1)
 
         def columns(u: Tensor) -> Tensor:
-            parts = base._over_blocks(lambda p, start, stop: (u[..., start:stop].unsqueeze(-2) @ p).squeeze(-2))
+            parts = base._over_blocks(lambda p, start, stop: ops.apply(p.mT, u[..., start:stop]))
             return torch.stack(parts).sum(0)
 
         factors = ops.rounding(rows, columns, *base._weights())

@@ -272,11 +272,10 @@ class _Problem:
 
         with torch.set_grad_enabled(unrolled and torch.is_grad_enabled()):
             loop = Loop.prepare(cost, a, b, self.epsilon, self.taus, work, annealing, unrolled)
-            half = (
-                0.5 if work == torch.float32 else 0.99
-            )  # room for the rounding of the loop, measured in float64 below
+            # Room for the rounding of the loop, whose error is measured in float64 below.
+            share = 0.5 if work == torch.float32 else 0.99
             # A tolerance of zero asks for all iterations, even past an error that happens to vanish.
-            f, g, iterations = loop.run(tolerance * half if tolerance else -1.0, max_iterations, init)
+            f, g, iterations = loop.run(share * tolerance if tolerance else -1.0, max_iterations, init)
 
         with torch.no_grad():
             fixed = _Problem(cost.detach(), a.detach(), b.detach(), self.epsilon.detach(), self.taus)
@@ -344,8 +343,5 @@ def primal_value(
 
 
 def _rounded(plan: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    def apply(matrix: Tensor, v: Tensor) -> Tensor:
-        return (matrix @ v.unsqueeze(-1)).squeeze(-1)
-
-    r, c, left, right = ops.rounding(lambda v: apply(plan, v), lambda u: apply(plan.mT, u), a, b)
+    r, c, left, right = ops.rounding(lambda v: ops.apply(plan, v), lambda u: ops.apply(plan.mT, u), a, b)
     return plan * r.unsqueeze(-1) * c.unsqueeze(-2) + left.unsqueeze(-1) * right.unsqueeze(-2)

@@ -4,6 +4,7 @@ Every operation is one public function here; today each is the plain torch of ``
 """
 
 from sinkformer.ops.reference import adjoint_solve as adjoint_solve
+from sinkformer.ops.reference import apply as apply
 from sinkformer.ops.reference import density as density
 from sinkformer.ops.reference import marginals as marginals
 from sinkformer.ops.reference import plan as plan

@@ -46,6 +46,11 @@ def plan(cost: Tensor, f: Tensor, g: Tensor, a: Tensor, b: Tensor, epsilon: Tens
     return a.unsqueeze(-1) * b.unsqueeze(-2) * density(cost, f, g, a, b, epsilon)
 
 
+def apply(matrix: Tensor, v: Tensor) -> Tensor:
+    """Matrix times vector, problem by problem: ``(*batch, n, m)`` and ``(*batch, m)`` give ``(*batch, n)``."""
+    return (matrix @ v.unsqueeze(-1)).squeeze(-1)
+
+
 def marginals(plan: Tensor) -> tuple[Tensor, Tensor]:
     """Row sums and column sums."""
     return plan.sum(-1), plan.sum(-2)
@@ -109,10 +114,6 @@ def adjoint_solve(
     Returns:
         ``(l, u, residual)``: the solution, and the relative residual of every problem, shape ``(*batch)``.
     """
-
-    def apply(matrix: Tensor, v: Tensor) -> Tensor:
-        return (matrix @ v.unsqueeze(-1)).squeeze(-1)
-
     theta = tau_a * tau_b
     live = q > 0
     singular = theta == 1.0
