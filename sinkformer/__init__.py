@@ -17,6 +17,9 @@ from sinkformer.costs import SqEuclidean as SqEuclidean
 from sinkformer.couplings import Coupling as Coupling
 from sinkformer.encoders import Encoder as Encoder
 from sinkformer.measures import Measure as Measure
+from sinkformer.ops.cpu import warm_up as warm_up
+from sinkformer.ops.dispatch import explain as explain
+from sinkformer.ops.dispatch import use_backend as use_backend
 from sinkformer.solutions import Solution as Solution
 from sinkformer.solutions import Status as Status
 from sinkformer.solvers import sinkhorn as sinkhorn

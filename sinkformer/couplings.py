@@ -179,26 +179,38 @@ class EntropicCoupling(Coupling):
             matrix = self._wide(self.cost_function.rows(x, y, start, stop))
         return matrix if self.mask is None else matrix + self._wide(self.mask[..., start:stop, :])
 
-    def _density_rows(self, start: int, stop: int) -> tuple[Tensor, Tensor, Tensor]:
+    def _rows(self, start: int, stop: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Costs, f, g, a and b of some rows, without the numbers of problems that have no solution."""
         a, b = self._weights()
         f, g, a = self.solution.f[..., start:stop], self.solution.g, a[..., start:stop]
-        lost = (self.solution.codes == Status.NONFINITE).unsqueeze(-1)
+        cost, lost = self.cost_rows(start, stop), self._lost()
+        if lost is None:
+            return cost, f, g, a, b
         # NaN enters after the last product: 0 times its derivative would be NaN for the parameters all problems share.
-        cost = self.cost_rows(start, stop).masked_fill(lost.unsqueeze(-1), 0.0)
-        k = ops.density(cost, f.masked_fill(lost, 0.0), g.masked_fill(lost, 0.0), a, b, self.epsilon)
-        return k.masked_fill(lost.unsqueeze(-1), 0.0), a, b
+        cost = cost.masked_fill(lost.unsqueeze(-1), 0.0)
+        return cost, f.masked_fill(lost, 0.0), g.masked_fill(lost, 0.0), a, b
+
+    def _lost(self) -> Tensor | None:
+        """Which problems have no solution, ``(*batch, 1)``; None if all have one."""
+        lost = self.solution.codes == Status.NONFINITE
+        return lost.unsqueeze(-1) if bool(lost.any()) else None
 
     def _marked(self, rows: Tensor) -> Tensor:
         """NaN in the problems without a solution, so that no zero passes for a plan."""
-        return rows.masked_fill((self.solution.codes == Status.NONFINITE)[..., None, None], torch.nan)
+        lost = self._lost()
+        return rows if lost is None else rows.masked_fill(lost.unsqueeze(-1), torch.nan)
+
+    def _density_rows(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        cost, f, g, a, b = self._rows(start, stop)
+        k, lost = ops.density(cost, f, g, a, b, self.epsilon), self._lost()
+        return k if lost is None else k.masked_fill(lost.unsqueeze(-1), 0.0), b
 
     def _block(self, start: int, stop: int) -> Tensor:
-        k, a, b = self._density_rows(start, stop)
-        return self._marked(a.unsqueeze(-1) * b.unsqueeze(-2) * k)
+        return self._marked(ops.plan(*self._rows(start, stop), self.epsilon))
 
     def _conditional_block(self, start: int, stop: int) -> Tensor:
         # Without the factor a_i, so that rows of weight zero have a conditional too.
-        k, _, b = self._density_rows(start, stop)
+        k, b = self._density_rows(start, stop)
         rows = b.unsqueeze(-2) * k
         return self._marked(safe_divide(rows, rows.sum(-1, keepdim=True)))
 

@@ -11,6 +11,7 @@ plan with *its own* marginals, so that the operator keeps its exact kernel when 
 from __future__ import annotations
 
 import warnings
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,9 +21,58 @@ from sinkformer import ops
 from sinkformer._numerics import penalty, safe_divide
 from sinkformer.errors import GradientWarning
 
-# Relative residual asked of the linear solve, and the one above which the derivative is called inaccurate.
-_SOLVE_RTOL = 1e-13
-_WARN_RTOL = 1e-6
+# Residuals of the linear solve are asked no smaller; those much larger than asked, and than this, are warned of.
+_SMALLEST_RTOL, _WARN_RTOL = 1e-13, 1e-6
+
+
+@dataclass(frozen=True)
+class LinearSolve:
+    """How the linear systems behind a derivative are solved.
+
+    Attributes:
+        rtol: relative residual asked for.
+        compiled: whether the kernels of ``ops.cpu`` may be used.
+        conditioning: ``(B,)``, filled in with the smallest Ritz value of every solve, the smaller if there are several.
+    """
+
+    rtol: float = 0.0
+    compiled: bool = False
+    conditioning: Tensor | None = None
+
+    def __post_init__(self):
+        """Keep the residual above rounding."""
+        object.__setattr__(self, "rtol", max(self.rtol, _SMALLEST_RTOL))
+
+    def record(self, residual: Tensor, ritz: Tensor) -> None:
+        """Take note of the conditioning; warn if the solve fell short."""
+        if self.conditioning is not None:
+            self.conditioning.copy_(torch.fmin(self.conditioning, ritz.to(self.conditioning)))
+        if residual.numel() and float(residual.max()) > max(10 * self.rtol, _WARN_RTOL):
+            warnings.warn(
+                f"the linear solve behind the derivative of a plan stopped at a relative residual of "
+                f"{float(residual.max()):.1e}: the plan is close to deterministic, its derivative ill-conditioned; "
+                f"use a larger epsilon, or differentiate the value instead",
+                GradientWarning,
+                stacklevel=2,
+            )
+
+    def pull_back(
+        self,
+        cost: Tensor,
+        a: Tensor,
+        b: Tensor,
+        epsilon: Tensor,
+        f: Tensor,
+        g: Tensor,
+        on_f: Tensor,
+        on_g: Tensor,
+    ) -> Tensor | None:
+        """The derivative in the costs by the compiled kernel; None if it is not for it."""
+        if not self.compiled or bool(((a == 0) & (on_f != 0)).any()) or bool(((b == 0) & (on_g != 0)).any()):
+            return None
+        pull, residual, ritz = ops.cpu.pull_back(cost, a, b, epsilon, f, g, on_f, on_g, rtol=self.rtol)
+        self.record(residual, ritz)
+        return pull
 
 
 class _AdjointSolve(torch.autograd.Function):
@@ -37,60 +87,56 @@ class _AdjointSolve(torch.autograd.Function):
         right_f: Tensor,
         right_g: Tensor,
         taus: tuple,
+        how: LinearSolve,
         transposed: bool,
     ):
-        left, up, residual = ops.adjoint_solve(
-            rows, columns, taus[0], taus[1], q, right_f, right_g, transposed=transposed, rtol=_SOLVE_RTOL
+        left, up, residual, ritz = ops.adjoint_solve(
+            rows, columns, taus[0], taus[1], q, right_f, right_g, transposed=transposed, rtol=how.rtol
         )
-        _report(residual)
+        how.record(residual, ritz)
         ctx.save_for_backward(rows, columns, q, left, up)
-        ctx.taus, ctx.transposed = taus, transposed
+        ctx.taus, ctx.how, ctx.transposed = taus, how, transposed
         return left, up
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor):
         rows, columns, q, left, up = ctx.saved_tensors
-        x, y = _solve(rows, columns, q, grads[0], grads[1], ctx.taus, not ctx.transposed)
+        x, y = _solve(rows, columns, q, grads[0], grads[1], ctx.taus, ctx.how, not ctx.transposed)
         (on_f, on_g), (from_f, from_g) = ((left, up), (x, y)) if ctx.transposed else ((x, y), (left, up))
         grad_rows = -ctx.taus[0] * on_f.unsqueeze(-1) * from_g.unsqueeze(-2)
         grad_columns = -ctx.taus[1] * from_f.unsqueeze(-1) * on_g.unsqueeze(-2)
-        return grad_rows, grad_columns, None, x, y, None, None
-
-
-def _report(residual: Tensor) -> None:
-    if residual.numel() and float(residual.max()) > _WARN_RTOL:
-        warnings.warn(
-            f"the linear solve behind the derivative of a plan stopped at a relative residual of "
-            f"{float(residual.max()):.1e}: the plan is close to deterministic, its derivative ill-conditioned; "
-            f"use a larger epsilon, or differentiate the value instead",
-            GradientWarning,
-            stacklevel=2,
-        )
+        return grad_rows, grad_columns, None, x, y, None, None, None
 
 
 class _Potentials(torch.autograd.Function):
     """The identity on given potentials, with the derivative of the solution map (C, a, b, epsilon) -> (f, g)."""
 
     @staticmethod
-    def forward(ctx: Any, cost: Tensor, a: Tensor, b: Tensor, epsilon: Tensor, f: Tensor, g: Tensor, taus: tuple):
+    def forward(
+        ctx: Any, cost: Tensor, a: Tensor, b: Tensor, epsilon: Tensor, f: Tensor, g: Tensor, taus: tuple, how: LinearSolve
+    ):
         f, g = f.clone(), g.clone()
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(cost, a, b, epsilon, f, g)
-        ctx.taus = taus
+        ctx.taus, ctx.how = taus, how
         return f, g
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None):
         if all(grad is None for grad in grads):  # the value alone was used, which needs no solve
-            return (None,) * 7
+            return (None,) * 8
         cost, a, b, epsilon, f, g = ctx.saved_tensors
         tau_a, tau_b = ctx.taus
         grads = tuple(torch.zeros_like(h) if grad is None else grad for grad, h in zip(grads, (f, g), strict=True))
+        costs_alone = not any(ctx.needs_input_grad[1:4]) and not torch.is_grad_enabled()
+        pull = ctx.how.pull_back(cost, a, b, epsilon, f, g, *grads) if costs_alone else None
+        if pull is not None:
+            return pull, *(None,) * 7
         k = ops.density(cost, f, g, a, b, epsilon)
         per_row, per_column = (k * b.unsqueeze(-2)).sum(-1), (k * a.unsqueeze(-1)).sum(-2)
         k_rows, k_columns = safe_divide(k, per_row.unsqueeze(-1)), safe_divide(k, per_column.unsqueeze(-2))
         rows, columns = k_rows * b.unsqueeze(-2), k_columns * a.unsqueeze(-1)
-        left, up = _solve(rows, columns, b * per_column, grads[0], grads[1], ctx.taus)
+        left, up = _solve(rows, columns, b * per_column, grads[0], grads[1], ctx.taus, ctx.how)
         left, up = (tau_a * left).unsqueeze(-1), (tau_b * up).unsqueeze(-2)
         pull = left * rows + columns * up
         slack = torch.where(torch.isinf(cost), 0.0, cost)
@@ -101,13 +147,20 @@ class _Potentials(torch.autograd.Function):
         scale = epsilon.unsqueeze(-1)
         grad_a = -scale * (k_columns * up).sum(-1)
         grad_b = -scale * (k_rows * left).sum(-2)
-        return pull, grad_a, grad_b, grad_epsilon, None, None, None
+        return pull, grad_a, grad_b, grad_epsilon, None, None, None, None
 
 
 def _solve(
-    rows: Tensor, columns: Tensor, q: Tensor, right_f: Tensor, right_g: Tensor, taus: tuple, transposed: bool = True
+    rows: Tensor,
+    columns: Tensor,
+    q: Tensor,
+    right_f: Tensor,
+    right_g: Tensor,
+    taus: tuple,
+    how: LinearSolve,
+    transposed: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    solved = _AdjointSolve.apply(rows, columns, q, right_f, right_g, taus, transposed)
+    solved = _AdjointSolve.apply(rows, columns, q, right_f, right_g, taus, how, transposed)
     assert isinstance(solved, tuple)
     return solved
 
@@ -181,13 +234,14 @@ def implicit(
     g: Tensor,
     value: Tensor,
     taus: tuple[float, float],
+    how: LinearSolve = LinearSolve(),  # noqa: B008 - frozen
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Attach derivatives to solved potentials and their dual value: ``(f, g, value)`` as functions of the problem.
 
     All tensors in the dtype of the potentials. The derivative in the weights is defined up to a constant: a and b only
     move with equal total mass.
     """
-    attached = _Potentials.apply(cost, a, b, epsilon, f, g, taus)
+    attached = _Potentials.apply(cost, a, b, epsilon, f, g, taus, how)
     assert isinstance(attached, tuple)
     f, g = attached
     value = _Value.apply(cost, a, b, epsilon, f, g, value, taus)

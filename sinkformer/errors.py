@@ -41,6 +41,10 @@ class ConvergenceError(SinkformerError, RuntimeError):
     """A solver stopped before it reached its tolerance, and was asked to raise."""
 
 
+class BackendError(SinkformerError, RuntimeError):
+    """The engine that was asked for cannot solve the problem."""
+
+
 class ModelError(SinkformerError, RuntimeError):
     """A stored model cannot be loaded: missing, damaged, or not the one expected."""
 

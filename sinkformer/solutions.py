@@ -16,6 +16,7 @@ from torch import Tensor
 
 from sinkformer._typing import PerProblem, Potential
 from sinkformer.errors import ConvergenceError, ConvergenceWarning, InfeasibleError, NonFiniteError
+from sinkformer.ops.dispatch import Choice
 
 OnFailure = Literal["warn", "raise", "ignore"]
 
@@ -71,6 +72,10 @@ class Solution:
         codes: ``Status`` of every problem, int8.
         tolerance: the marginal error that was asked for.
         taus: ``(tau_a, tau_b)``.
+        conditioning: of the derivative of the plan: smallest eigenvalue seen of I - S^T R, with R and S the conditionals of
+            the plan given source and target; one minus the squared correlation that a sweep multiplies errors by. Filled
+            in by the backward pass, NaN before, and where the derivative needed no linear solve.
+        engine: which engine found them, and why; see ``sinkformer.use_backend``.
     """
 
     f: Potential
@@ -81,7 +86,9 @@ class Solution:
     iterations: PerProblem
     codes: PerProblem
     tolerance: float
-    taus: tuple[float, float] = (1.0, 1.0)
+    taus: tuple[float, float]
+    conditioning: PerProblem
+    engine: Choice
 
     @property
     def potentials(self) -> tuple[Potential, Potential]:

@@ -14,18 +14,18 @@ zero, and unchanged when an atom is split. Gauge for couplings: <a, f> = <b, g>.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Real
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
 
-from sinkformer import ops
+from sinkformer import ops, semidual
 from sinkformer._numerics import marginal_tolerance, pairing, penalty, potential_dtype, relative_entropy, working_dtype
 from sinkformer._typing import CostMatrix, PerProblem, Potential
 from sinkformer.costs import Cost, Matrix, SqEuclidean, as_cost
-from sinkformer.differentiation import dual_value, implicit
+from sinkformer.differentiation import LinearSolve, dual_value, implicit
 from sinkformer.errors import (
     ConfigError,
     DeviceError,
@@ -35,10 +35,16 @@ from sinkformer.errors import (
 )
 from sinkformer.feasibility import infeasible
 from sinkformer.measures import Measure, check_compatible
+from sinkformer.ops import dispatch
 from sinkformer.solutions import OnFailure, Solution, Status, report
 from sinkformer.sweeps import LARGEST_COST, Loop
 
 Gradient = Literal["implicit", "unrolled"]
+
+# Tolerances below are beyond the sums of float32, whose problems the compiled kernels then solve in float64.
+_LEAST_IN_FLOAT32 = 2e-5
+# Compiled sweeps before Newton's method: at most so many, and for small problems this times (min(n, m) - 1)^2.
+_MOST_BEFORE_NEWTON, _PATIENCE = 1500, 16
 
 
 class SinkhornOptions(TypedDict, total=False):
@@ -52,6 +58,7 @@ class SinkhornOptions(TypedDict, total=False):
     init: tuple[Potential, Potential] | None
     annealing: float | None
     gradient: Gradient
+    gradient_tolerance: float | None
     on_failure: OnFailure
 
 
@@ -69,6 +76,7 @@ def sinkhorn(
     init: tuple[Potential, Potential] | None = None,
     annealing: float | None = 0.7,
     gradient: Gradient = "implicit",
+    gradient_tolerance: float | None = None,
     on_failure: OnFailure = "warn",
 ) -> Solution:
     """Solve one entropic transport problem, or a batch of them, in the log domain.
@@ -93,6 +101,8 @@ def sinkhorn(
             epsilon itself. Without effect on the solution; always off with ``gradient="unrolled"``.
         gradient: ``"implicit"`` differentiates the solution (memory independent of the iterations), ``"unrolled"`` the
             iterations themselves, for which the graph keeps all of them, and for which an atom of weight zero is padding.
+        gradient_tolerance: relative error asked of implicit derivatives of plan and potentials: the residual of their
+            linear solve, and ten times the most that ``tolerance`` may be. By default that residual is ``tolerance``.
         on_failure: what a problem without convergence does: one warning naming the worst problem, an error, or nothing.
 
     Returns:
@@ -110,13 +120,22 @@ def sinkhorn(
     check_weights_have_costs(mu, nu, cost)
     mu, nu = as_measure(mu), as_measure(nu)
     check_compatible(mu, nu)
-    _check_options(tau_a, tau_b, tolerance, max_iterations, annealing, gradient, on_failure)
+    _check_options(tau_a, tau_b, tolerance, max_iterations, annealing, gradient, gradient_tolerance, on_failure)
     matrix, scale = cost_matrix(mu, nu, cost, mask), check_epsilon(epsilon, mu)
     wide = potential_dtype(mu.device)
     if tolerance is None:
         tolerance = marginal_tolerance(working_dtype(mu.dtype))
+    if gradient_tolerance is not None:
+        tolerance = min(tolerance, gradient_tolerance / 10)
 
-    batch, taus = mu.batch_shape, (float(tau_a), float(tau_b))
+    batch, taus, unrolled = mu.batch_shape, (float(tau_a), float(tau_b)), gradient == "unrolled"
+    engine = dispatch.choose(
+        mu.device,
+        taus,
+        mu.n * nu.n,
+        unrolled=unrolled,
+        from_points=mask is None and not isinstance(cost, Matrix),
+    )
     problem = _Problem(
         matrix.reshape(-1, mu.n, nu.n),
         mu.weights.reshape(-1, mu.n),
@@ -129,8 +148,10 @@ def sinkhorn(
             tolerance=tolerance,
             max_iterations=max_iterations,
             init=None if init is None else _check_init(init, mu, nu, wide),
-            annealing=None if init is not None or gradient == "unrolled" else annealing,
-            unrolled=gradient == "unrolled",
+            annealing=None if init is not None or unrolled else annealing,
+            unrolled=unrolled,
+            engine=engine,
+            rtol=tolerance if gradient_tolerance is None else gradient_tolerance,
         )
     solution = solution.map(lambda t: t.reshape((*batch, *t.shape[1:])))
     report(solution, on_failure)
@@ -154,7 +175,7 @@ def check_weights_have_costs(mu: Measure | Tensor, nu: Measure | Tensor, cost: C
 
 
 def cost_matrix(mu: Measure, nu: Measure, cost: Cost, mask: CostMatrix | None) -> CostMatrix:
-    """Cost of every pair with the mask added, ``(*batch, n, m)``, in the dtype of potentials.
+    """Cost of every pair with the mask added, ``(*batch, n, m)``: in the dtype of potentials, a float32 matrix as it is.
 
     Coordinates of any precision are read as exact numbers: evaluated more coarsely, C and its transpose would differ by
     rounding, which epsilon divides.
@@ -162,10 +183,11 @@ def cost_matrix(mu: Measure, nu: Measure, cost: Cost, mask: CostMatrix | None) -
     shape, wide = (*mu.batch_shape, mu.n, nu.n), potential_dtype(mu.device)
     cost.check_shape(shape)
     with torch.autocast(mu.device.type, enabled=False):
-        matrix = cost(mu.points.to(wide), nu.points.to(wide)).to(wide)
+        matrix = cost(mu.points.to(wide), nu.points.to(wide))
+        matrix = matrix if matrix.dtype == torch.float32 else matrix.to(wide)
     if matrix.device != mu.device:
         raise DeviceError(f"expected the cost on {mu.device} as the measures, received it on {matrix.device}")
-    return matrix if mask is None else matrix + check_mask(mask, shape, mu.device).to(wide)
+    return matrix if mask is None else matrix.to(wide) + check_mask(mask, shape, mu.device).to(wide)
 
 
 def check_mask(mask: Tensor, shape: tuple[int, ...], device: torch.device) -> Tensor:
@@ -202,9 +224,12 @@ def check_epsilon(epsilon: float | Tensor, mu: Measure) -> Tensor:
     return scale.expand(mu.batch_shape)
 
 
-def _check_options(tau_a, tau_b, tolerance, max_iterations, annealing, gradient, on_failure) -> None:
+def _check_options(
+    tau_a, tau_b, tolerance, max_iterations, annealing, gradient, gradient_tolerance, on_failure
+) -> None:
     numbers = {"tau_a": tau_a, "tau_b": tau_b, "max_iterations": max_iterations}
-    numbers |= {name: x for name, x in (("tolerance", tolerance), ("annealing", annealing)) if x is not None}
+    given = {"tolerance": tolerance, "annealing": annealing, "gradient_tolerance": gradient_tolerance}
+    numbers |= {name: x for name, x in given.items() if x is not None}
     for name, x in numbers.items():
         if isinstance(x, bool) or not isinstance(x, Real):
             raise ConfigError(f"expected {name} as a number, received {x!r}")
@@ -219,6 +244,8 @@ def _check_options(tau_a, tau_b, tolerance, max_iterations, annealing, gradient,
         raise ConfigError(f"expected an annealing factor between 0 and 1, or None, received {annealing}")
     if gradient not in ("implicit", "unrolled"):
         raise ConfigError(f"expected gradient 'implicit' or 'unrolled', received {gradient!r}")
+    if gradient_tolerance is not None and not 0 < gradient_tolerance < 1:
+        raise ConfigError(f"expected a gradient tolerance between 0 and 1, received {gradient_tolerance}")
     if on_failure not in ("warn", "raise", "ignore"):
         raise ConfigError(f"expected on_failure 'warn', 'raise' or 'ignore', received {on_failure!r}")
 
@@ -239,6 +266,18 @@ def _check_init(init: Any, mu: Measure, nu: Measure, dtype: torch.dtype) -> tupl
     return f.detach().to(dtype).reshape(-1, mu.n), g.detach().to(dtype).reshape(-1, nu.n)
 
 
+class _Outcome(NamedTuple):
+    """How a flat batch ended, outside the graph, in the dtype of potentials; ``codes`` are int8."""
+
+    f: Tensor
+    g: Tensor
+    value: Tensor
+    error: Tensor
+    gap: Tensor
+    iterations: Tensor
+    codes: Tensor
+
+
 @dataclass
 class _Problem:
     """A flat batch: cost ``(B, n, m)``, weights ``(B, n)`` and ``(B, m)``, epsilon ``(B,)`` in the potentials' dtype."""
@@ -257,28 +296,123 @@ class _Problem:
         init: tuple[Tensor, Tensor] | None,
         annealing: float | None,
         unrolled: bool,
+        engine: dispatch.Choice,
+        rtol: float,
     ) -> Solution:
         wide, work = self.epsilon.dtype, working_dtype(self.a.dtype)
         given_a, given_b = self.a.to(wide), self.b.to(wide)
         # The two totals differ by the rounding of the inputs, and the dual drifts by that difference at every sweep.
         a, b = given_a / given_a.sum(-1, keepdim=True), given_b / given_b.sum(-1, keepdim=True)
-        cost = self.cost
-        live = (a > 0).unsqueeze(-1) & (b > 0).unsqueeze(-2)
-        unusable = ~((cost.abs() <= LARGEST_COST) | (cost == torch.inf))
-        nonfinite = (live & unusable).flatten(1).any(-1)
-        # Between paddings, or in a problem that is lost, such a cost must not spread.
-        spoiled = unusable | nonfinite.view(-1, 1, 1)
-        cost = cost.masked_fill(spoiled, 0.0)
+        inputs = (self.cost, a, b, self.epsilon)
+        graph = torch.is_grad_enabled() and any(t.requires_grad for t in inputs)
+        options = {"tolerance": tolerance, "max_iterations": max_iterations, "init": init, "work": work}
 
-        with torch.set_grad_enabled(unrolled and torch.is_grad_enabled()):
-            loop = Loop.prepare(cost, a, b, self.epsilon, self.taus, work, annealing, unrolled)
-            # Room for the rounding of the loop, whose error is measured in float64 below.
-            share = 0.5 if work == torch.float32 else 0.99
-            # A tolerance of zero asks for all iterations, even past an error that happens to vanish.
-            f, g, iterations = loop.run(share * tolerance if tolerance else -1.0, max_iterations, init)
+        if engine.backend == "cpu":
+            with torch.no_grad():
+                fixed = replace(self, a=a, b=b)._detached()
+                outcome = fixed._compiled(**options)
+                nonfinite = outcome.codes == Status.NONFINITE
+            cost = _cleaned(self.cost, a, b)[0] if graph else self.cost
+        else:
+            cost, nonfinite = _cleaned(self.cost.to(wide), a, b)
+            problem = replace(self, cost=cost, a=a, b=b)
+            with torch.set_grad_enabled(unrolled and torch.is_grad_enabled()):
+                name = "reference" if engine.backend == "reference" else "absorbed"
+                outcome = problem._swept(**options, annealing=annealing, unrolled=unrolled, engine=name)
+            outcome = outcome._replace(codes=outcome.codes.masked_fill(nonfinite, int(Status.NONFINITE)))
 
+        f, g, value = outcome.f, outcome.g, outcome.value
+        conditioning = torch.full_like(outcome.error, torch.nan)
+        if unrolled:
+            value = dual_value(cost, a, b, self.epsilon, f, g, self.taus)
+        elif graph:
+            how = LinearSolve(rtol, engine.backend == "cpu", conditioning)
+            f, g, value = implicit(cost, a, b, self.epsilon, f, g, value, self.taus, how)
+        if self.taus == (1.0, 1.0) and (graph or engine.backend != "cpu"):
+            shift = ((a * f).sum(-1) - (b * g).sum(-1)).unsqueeze(-1) / 2
+            f, g = f - shift, g + shift
+        error, gap = outcome.error, outcome.gap
+        if bool(nonfinite.any()):
+            lost = nonfinite.unsqueeze(-1)
+            f, g = f.masked_fill(lost, torch.nan), g.masked_fill(lost, torch.nan)
+            value, error, gap = (t.masked_fill(nonfinite, torch.nan) for t in (value, error, gap))
+        # A lower bound beyond float32 is a lower bound all the same.
+        value = value.clamp_min(torch.finfo(work).min).to(work)
+        numbers = (value, error, gap, outcome.iterations, outcome.codes, tolerance)
+        return Solution(f, g, *numbers, self.taus, conditioning, engine)
+
+    def _detached(self) -> _Problem:
+        return replace(self, cost=self.cost.detach(), a=self.a.detach(), b=self.b.detach(), epsilon=self.epsilon.detach())
+
+    def _at(self, index: Tensor) -> _Problem:
+        return replace(
+            self, cost=self.cost[index], a=self.a[index], b=self.b[index], epsilon=self.epsilon[index]
+        )
+
+    def _compiled(
+        self, *, tolerance: float, max_iterations: int, init: tuple[Tensor, Tensor] | None, work: torch.dtype
+    ) -> _Outcome:
+        """The kernels, and the absorbed sweeps with Newton's method for what they leave unsolved."""
+        narrow = self.cost.dtype == torch.float32 and work == torch.float32 and not 0 < tolerance < _LEAST_IN_FLOAT32
+        cost = (self.cost if narrow else self.cost.to(self.epsilon.dtype)).contiguous()
+        # Newton's method needs some tens of steps whatever the size, a sweep costs the kernels next to nothing.
+        handed_over = tolerance > 0 and min(self.cost.shape[1:]) <= semidual.MOST_ATOMS
+        solved = ops.cpu.solve(
+            cost,
+            self.a,
+            self.b,
+            self.epsilon,
+            tolerance=tolerance or -1.0,  # zero asks for all iterations, even past an error that happens to vanish
+            budget=min(max_iterations, _MOST_BEFORE_NEWTON) if handed_over else max_iterations,
+            patience=_PATIENCE if handed_over else None,
+            start=None if init is None else init[1],
+        )
+        outcome = _Outcome(
+            solved.f, solved.g, solved.value, solved.error, solved.gap, solved.sweeps, solved.codes
+        )
+        if tolerance == 0:
+            enough = outcome.error <= marginal_tolerance(work)
+            return outcome._replace(codes=outcome.codes.masked_fill(enough, int(Status.CONVERGED)))
+        left = (solved.codes == int(Status.MAX_ITERATIONS)).nonzero().flatten()
+        if not len(left):
+            return outcome
+        rest = self._at(left)
+        rest = replace(rest, cost=_cleaned(rest.cost.to(rest.epsilon.dtype), rest.a, rest.b)[0])
+        again = rest._swept(
+            tolerance=tolerance,
+            max_iterations=max_iterations,
+            init=(outcome.f[left], outcome.g[left]),
+            work=work,
+            spent=outcome.iterations[left],
+        )
+        # Whichever is closer to a solution; iterations were spent on both, and only the second was asked why it failed.
+        better = again.error < outcome.error[left]
+        merged = [
+            torch.where(better.view(-1, *[1] * (new.dim() - 1)), new, old[left]) for old, new in zip(outcome, again, strict=True)
+        ]
+        again = _Outcome(*merged)._replace(iterations=again.iterations, codes=again.codes)
+        return _Outcome(*(whole.index_copy(0, left, part) for whole, part in zip(outcome, again, strict=True)))
+
+    def _swept(
+        self,
+        *,
+        tolerance: float,
+        max_iterations: int,
+        init: tuple[Tensor, Tensor] | None,
+        work: torch.dtype,
+        annealing: float | None = None,
+        unrolled: bool = False,
+        engine: Literal["absorbed", "reference"] = "absorbed",
+        spent: Tensor | None = None,
+    ) -> _Outcome:
+        """Sweeps in torch; the graph goes through them if grad mode is on. Measured in float64."""
+        a, b = self.a, self.b
+        loop = Loop.prepare(self.cost, a, b, self.epsilon, self.taus, work, annealing, unrolled, engine)
+        # Room for the rounding of the loop, whose error is measured in float64 below.
+        share = 0.5 if work == torch.float32 else 0.99
+        f, g, iterations = loop.run(share * tolerance if tolerance else -1.0, max_iterations, init)
         with torch.no_grad():
-            fixed = _Problem(cost.detach(), a.detach(), b.detach(), self.epsilon.detach(), self.taus)
+            fixed = self._detached()
             error, gap, value = fixed._quality(f.detach(), g.detach())
             codes = torch.where(error <= tolerance, int(Status.CONVERGED), int(Status.MAX_ITERATIONS))
             if tolerance == 0:
@@ -287,30 +421,7 @@ class _Problem:
                 suspects = (codes != int(Status.CONVERGED)).nonzero().flatten()
                 hopeless = suspects[infeasible(fixed.cost[suspects], fixed.a[suspects], fixed.b[suspects])]
                 codes = codes.index_fill(0, hopeless, int(Status.INFEASIBLE))
-            codes = codes.masked_fill(nonfinite, int(Status.NONFINITE)).to(torch.int8)
-            error = error.masked_fill(nonfinite, torch.nan)
-            gap = gap.masked_fill(nonfinite, torch.nan)
-
-        if unrolled:
-            value = dual_value(cost, a, b, self.epsilon, f, g, self.taus)
-        else:
-            f, g, value = implicit(cost, a, b, self.epsilon, f.detach(), g.detach(), value, self.taus)
-        if self.taus == (1.0, 1.0):
-            shift = ((a * f).sum(-1) - (b * g).sum(-1)).unsqueeze(-1) / 2
-            f, g = f - shift, g + shift
-        lost = nonfinite.unsqueeze(-1)
-        value = value.masked_fill(nonfinite, torch.nan).to(working_dtype(self.a.dtype))
-        return Solution(
-            f.masked_fill(lost, torch.nan),
-            g.masked_fill(lost, torch.nan),
-            value,
-            error,
-            gap,
-            iterations,
-            codes,
-            tolerance,
-            self.taus,
-        )
+        return _Outcome(f, g, value, error, gap, iterations, codes.to(torch.int8))
 
     def _quality(self, f: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """``(marginal error, duality gap, dual value)`` of potentials, measured on the plan in float64."""
@@ -328,6 +439,19 @@ class _Problem:
         primal = primal_value(feasible, cost, a, b, epsilon, taus)
         dual = dual_value(cost, a, b, epsilon, f, g, taus)
         return error, primal - dual, dual
+
+
+def _cleaned(cost: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """The costs without what no solver can use, and which problems are lost for it, bool ``(B,)``.
+
+    Between paddings, or in a problem that is lost, such a cost must not spread.
+    """
+    if bool(cost.abs().amax() <= LARGEST_COST) if cost.numel() else True:
+        return cost, torch.zeros(len(cost), dtype=torch.bool, device=cost.device)
+    live = (a > 0).unsqueeze(-1) & (b > 0).unsqueeze(-2)
+    unusable = ~((cost.abs() <= LARGEST_COST) | (cost == torch.inf))
+    nonfinite = (live & unusable).flatten(1).any(-1)
+    return cost.masked_fill(unusable | nonfinite.view(-1, 1, 1), 0.0), nonfinite
 
 
 def primal_value(

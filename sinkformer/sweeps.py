@@ -1,47 +1,66 @@
-"""The log-domain iteration: updates of g and of f in turn, every problem of a batch stopping by itself.
+"""The iteration: which problems of a batch are swept, how, for how long, and when Newton's method takes over.
 
-Problems that sweeps leave unsolved are handed to Newton's method (``semidual``), and come back for the stopping test.
+A stage of sweeps is the log-domain loop of this room ("reference": any epsilon, any penalty, differentiable), or made of
+matrix-vector products ("absorbed"). Problems that sweeps leave unsolved are handed to Newton's method (``semidual``), and
+come back for the stopping test. Every problem of a batch stops by itself.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
-from sinkformer import ops, semidual
+from sinkformer import absorbed, ops, semidual
 from sinkformer._numerics import penalty, safe_log
 from sinkformer.feasibility import infeasible
+from sinkformer.relaxation import Relaxation
 
-# Problems that are done leave the batch after these many sweeps, then after twice as many, and so on.
+Engine = Literal["absorbed", "reference"]
+
+# Log-domain sweeps after which problems that are done leave the batch, then after twice as many, and so on.
 _FIRST_STAGE = 8
-# Sweeps before Newton's method is tried, and after each try.
-_NEWTON_AFTER = 50
-# Numbers in the Hessians held at a time: 128 MiB.
-_NEWTON_ENTRIES = 2**24
+# Sweeps before problems are tested for a coupling: not worth asking before the easy ones have left.
+_PATIENCE = 50
 # Finite stand-ins for infinity, so that none is subtracted from another: the cost of a forbidden pair, and the potential
 # of an atom that may be paired with no other. The first must win against the second.
 _FORBIDDEN, _ALONE = 1e30, 1e20
 LARGEST_COST = 1e29
 
+_Batched = TypeVar("_Batched", bound=Any)
+
 
 @dataclass
 class State:
-    """Where a flat batch of B problems stands: all tensors have leading axis B, potentials the wide dtype."""
+    """Where a flat batch of B problems stands: all tensors have leading axis B, potentials the wide dtype.
+
+    ``done`` is a problem that is not worked on any further: solved, hopeless, or out of iterations.
+    """
 
     f: Tensor
     g: Tensor
     temperature: Tensor
     iterations: Tensor
     done: Tensor
+    memory: Relaxation
+
+    def put(self, index: Tensor, part: State) -> State:
+        """This state with that of the problems at ``index`` replaced."""
+        f, g, temperature, iterations, done = (
+            getattr(self, name).index_copy(0, index, getattr(part, name))
+            for name in ("f", "g", "temperature", "iterations", "done")
+        )
+        return State(f, g, temperature, iterations, done, self.memory.put(index, part.memory))
 
 
-def _at(x: Any, index: Tensor) -> Any:
-    """The same dataclass with every tensor indexed along the batch."""
-    picked = {field.name: getattr(x, field.name) for field in fields(x)}
-    return replace(x, **{name: t[index] for name, t in picked.items() if isinstance(t, Tensor)})
+def _at(x: _Batched, index: Tensor) -> _Batched:
+    """The same dataclass with everything that has a batch axis indexed along it."""
+    parts = {field.name: getattr(x, field.name) for field in fields(x)}
+    changes = {name: part[index] for name, part in parts.items() if isinstance(part, Tensor)}
+    changes |= {name: part.at(index) for name, part in parts.items() if isinstance(part, Relaxation)}
+    return replace(x, **changes)
 
 
 @dataclass
@@ -49,23 +68,24 @@ class Loop:
     """A flat batch of problems, prepared for the iteration.
 
     Costs enter centred, by a row and a column offset, so that what is divided by epsilon is as small as it can be; the
-    offsets are added back to the potentials in float64. ``wide_`` tensors have the dtype of potentials, the others the
-    dtype of the iteration.
+    offsets are added back to the potentials in float64. Centred by the smallest costs, a coupling has a start as good as
+    any: with f = g = 0 every row and column of the kernel has an entry 1 and none above. All tensors have the dtype of
+    potentials; the sums of the sweeps are taken in ``work``.
     """
 
     taus: tuple[float, float]
     annealing: float | None
     unrolled: bool
+    engine: Engine
+    work: torch.dtype
+    masked: bool
     epsilon: Tensor
-    wide_cost: Tensor
-    wide_a: Tensor
-    wide_b: Tensor
+    cost: Tensor
+    a: Tensor
+    b: Tensor
     row_offset: Tensor
     column_offset: Tensor
     symmetric: Tensor
-    cost: Tensor
-    log_a: Tensor
-    log_b: Tensor
 
     @classmethod
     def prepare(
@@ -78,38 +98,46 @@ class Loop:
         work: torch.dtype,
         annealing: float | None,
         unrolled: bool,
+        engine: Engine = "absorbed",
     ) -> Loop:
-        """Centre the costs; everything in the dtype of potentials, the iteration in ``work``."""
-        allowed = cost.detach() < torch.inf
-        row_offset = _smallest(cost.detach(), allowed & (b > 0).unsqueeze(-2))
-        reduced = cost.detach() - row_offset.unsqueeze(-1)
-        column_offset = _smallest(reduced.mT, (allowed & (a > 0).unsqueeze(-1)).mT)
+        """Centre the costs; everything in the dtype of potentials, the sums of the sweeps in ``work``."""
+        detached = cost.detach()
+        masked = bool(detached.numel()) and not bool(detached.amax() < torch.inf)
+        allowed = detached < torch.inf if masked else None
+        row_offset = _smallest(detached, allowed, b > 0, -1)
+        reduced = cost - row_offset.unsqueeze(-1)
+        column_offset = _smallest(reduced.detach(), allowed, a > 0, -2)
         # Iterations that are differentiated are the model itself: they do not change with a symmetry of the input.
-        symmetric = _symmetric(cost.detach(), a.detach(), b.detach(), taus) & (not unrolled)
+        symmetric = _symmetric(detached, a.detach(), b.detach(), taus) & (not unrolled)
+        if taus != (1.0, 1.0):  # offsets are a gauge of couplings only
+            row_offset, column_offset = 0 * row_offset, 0 * column_offset
+            reduced = cost
         if bool(symmetric.any()):
             # One offset for both sides keeps the symmetry; the mean takes out the rounding of a matrix product.
             same, shared = symmetric.unsqueeze(-1), row_offset / 2
             cost = torch.where(same.unsqueeze(-1), (cost + cost.mT) / 2, cost)
             row_offset, column_offset = torch.where(same, shared, row_offset), torch.where(same, shared, column_offset)
-        if taus != (1.0, 1.0):  # offsets are a gauge of couplings only
-            row_offset, column_offset = 0 * row_offset, 0 * column_offset
-        # A finite stand-in for +inf: its weight in a sum is zero all the same, and its derivative zero instead of NaN.
-        centred = cost - row_offset.unsqueeze(-1) - column_offset.unsqueeze(-2)
-        centred = centred.masked_fill(~allowed, _FORBIDDEN)
+            reduced = cost - row_offset.unsqueeze(-1)
+        centred = reduced - column_offset.unsqueeze(-2)
+        if allowed is not None:
+            # A finite stand-in for +inf: its weight in a sum is zero all the same, and its derivative zero instead of NaN.
+            centred = centred.masked_fill(~allowed, _FORBIDDEN)
+        # A side without any constraint is solved by one update.
+        engine = "reference" if unrolled or min(taus) == 0 else engine
         return cls(
             taus=taus,
-            annealing=annealing,
+            annealing=annealing if engine == "reference" else None,
             unrolled=unrolled,
+            engine=engine,
+            work=work,
+            masked=masked,
             epsilon=epsilon,
-            wide_cost=centred,
-            wide_a=a,
-            wide_b=b,
+            cost=centred,
+            a=a,
+            b=b,
             row_offset=row_offset,
             column_offset=column_offset,
             symmetric=symmetric,
-            cost=centred.to(work),
-            log_a=safe_log(a).to(work),
-            log_b=safe_log(b).to(work),
         )
 
     def run(
@@ -118,23 +146,42 @@ class Loop:
         """``(f, g, iterations)``: potentials of the given costs, f an exact update of g unless symmetric."""
         state = self._start(init)
         if self.unrolled:
-            return self._finish(self._sweep(state, max_iterations, max_iterations, tolerance))
-        alive, spent, length = torch.arange(len(self.epsilon), device=self.cost.device), 1, _FIRST_STAGE
-        asked = False
-        while len(alive) and spent < max_iterations:
-            if spent > _NEWTON_AFTER and not asked:
-                # Not worth asking before the easy ones have left.
-                state.done[alive[_at(self, alive)._hopeless()]] = asked = True
-                alive = (~state.done).nonzero().flatten()
-                continue
-            part, problems = _at(state, alive), _at(self, alive)
-            if spent > _NEWTON_AFTER:
-                part = problems._newton(part, tolerance, max_iterations)
-            part = problems._sweep(part, length, max_iterations, tolerance)
-            state = State(*(getattr(state, x.name).index_copy(0, alive, getattr(part, x.name)) for x in fields(State)))
-            spent, length = spent + length, 2 * length
-            alive = (~state.done).nonzero().flatten()
+            state = self._sweep(state, max_iterations, max_iterations, tolerance)
+            state.f = self._half(self.cost, state.g, safe_log(self.b), self.epsilon, self.taus[0])
+            return self._finish(state)
+        state, hopeless = self._iterate(state, tolerance, max_iterations)
+        f, error = self._polished(state.g)
+        wrong = (error > tolerance) & (state.iterations < max_iterations) & ~hopeless & ~self.symmetric
+        if self.work != self.cost.dtype and self.taus == (1.0, 1.0) and bool(wrong.any()):
+            # Rounding hid what was left of the error; the wider dtype sees it.
+            again = wrong.nonzero().flatten()
+            loop, part = replace(_at(self, again), work=self.cost.dtype), _at(state, again)
+            part.done = torch.zeros_like(part.done)
+            part, _ = loop._iterate(part, tolerance, max_iterations)
+            state, f = state.put(again, part), f.index_copy(0, again, loop._polished(part.g)[0])
+        state.f = f
         return self._finish(state)
+
+    def _iterate(self, state: State, tolerance: float, max_iterations: int) -> tuple[State, Tensor]:
+        """``(state, hopeless)``: all problems done, and which of them have no solution."""
+        sweeps, coupled = self._sweeps_first(), self.taus == (1.0, 1.0)
+        hopeless = torch.zeros_like(state.done)
+        if self.masked and coupled:
+            early = sweeps.clamp_max(_PATIENCE)
+            state = self._stage(state, early, tolerance, max_iterations)
+            hopeless = self._hopeless(~state.done)
+            state.done = state.done | hopeless
+            sweeps = sweeps - early
+        state = self._stage(state, sweeps, tolerance, max_iterations)
+        sweeps = self._sweeps_first()
+        while not bool(state.done.all()):
+            if coupled:
+                alive = (~state.done).nonzero().flatten()
+                rescued = _at(self, alive)._newton(_at(state, alive), tolerance, max_iterations)
+                state = state.put(alive, rescued)
+                sweeps = 2 * sweeps
+            state = self._stage(state, sweeps, tolerance, max_iterations)
+        return state, hopeless
 
     def _start(self, init: tuple[Tensor, Tensor] | None) -> State:
         # Unrolled, the start is g = 0 itself: an offset is a function of the cost, and would have to be differentiated.
@@ -144,81 +191,140 @@ class Loop:
             g = (torch.zeros_like(self.column_offset) if init is None else init[1]) - self.column_offset
         temperature = self.epsilon
         if self.annealing is not None and min(self.taus) > 0:  # one side alone is solved by one update
-            temperature = torch.maximum(temperature, _range(self.wide_cost, self.wide_a, self.wide_b))
-        f = self._update_f(g, temperature)
+            temperature = torch.maximum(temperature, self._range())
+        if init is None and self.engine == "absorbed" and self.taus == (1.0, 1.0):
+            f = torch.zeros_like(self.row_offset)
+            if bool(self.symmetric.any()):
+                f = g = torch.where(self.symmetric.unsqueeze(-1), self._shared_start(), g)
+        else:
+            f = self._update_f(g, temperature)
         ones = torch.ones(len(g), dtype=torch.int64, device=g.device)
-        return State(f, g, temperature, ones, torch.zeros_like(ones, dtype=torch.bool))
+        memory = Relaxation.start(len(g))
+        return State(f, g, temperature, ones, torch.zeros_like(ones, dtype=torch.bool), memory)
 
-    def _sweep(self, state: State, sweeps: int, max_iterations: int, tolerance: float) -> State:
-        """Up to ``sweeps`` further sweeps; a problem that is done keeps its potentials."""
+    def _shared_start(self) -> Tensor:
+        """One potential for both sides, for which no row of the kernel vanishes: averaged hard c-transforms."""
+        live = (self.b > 0).unsqueeze(-2)
+        cost = self.cost.masked_fill(~live, torch.inf)
+        h = torch.zeros_like(self.column_offset)
+        for _ in range(4):
+            h = (h + (cost - h.unsqueeze(-2)).amin(-1)) / 2
+        return h.masked_fill(h.abs() > _FORBIDDEN / 100, 0.0)
+
+    def _sweeps_first(self) -> Tensor:
+        """Sweeps of each problem before Newton's method is asked; its own size counts, not its padding."""
+        if self.taus != (1.0, 1.0):
+            return torch.full_like(self.epsilon, torch.iinfo(torch.int64).max // 2, dtype=torch.int64)
+        sizes = torch.stack(((self.a > 0).sum(-1), (self.b > 0).sum(-1)), -1).tolist()
+        first = [semidual.sweeps_first(n, m) for n, m in sizes]
+        return torch.tensor(first, dtype=torch.int64, device=self.cost.device)
+
+    # A stage of sweeps ----------------------------------------------------------------------------------------------
+
+    def _stage(self, state: State, sweeps: Tensor, tolerance: float, max_iterations: int) -> State:
+        """Up to ``sweeps`` sweeps, ``(B,)``, of every problem that is not done."""
+        limits = torch.minimum(sweeps, max_iterations - state.iterations)
+        if self.engine == "reference":
+            state = self._reference_stage(state, limits, tolerance)
+        else:
+            for symmetric in (False, True):
+                alive = (~state.done & (limits > 0) & (self.symmetric == symmetric)).nonzero().flatten()
+                if len(alive):
+                    whole = len(alive) == len(self.epsilon)
+                    part = self if whole else _at(self, alive)
+                    before = state if whole else _at(state, alive)
+                    after = part._absorbed_stage(before, limits[alive], tolerance, symmetric)
+                    state = after if whole else state.put(alive, after)
+        state.done = state.done | (state.iterations >= max_iterations)
+        return state
+
+    def _absorbed_stage(self, state: State, limits: Tensor, tolerance: float, symmetric: bool) -> State:
+        problems = absorbed.Problems(
+            self.cost,
+            self.a,
+            self.b,
+            self.epsilon,
+            self.taus,
+            symmetric,
+            LARGEST_COST if self.masked else None,
+            self.work,
+        )
+        swept = absorbed.sweep(problems, state.f, state.g, state.memory, tolerance, limits)
+        iterations = state.iterations + swept.sweeps
+        state = State(swept.f, swept.g, state.temperature, iterations, state.done | swept.done, swept.memory)
+        lost = (swept.lost & ~state.done).nonzero().flatten()
+        if len(lost):
+            rest, loop = (limits - swept.sweeps)[lost], replace(_at(self, lost), work=self.cost.dtype)
+            state = state.put(lost, loop._reference_stage(_at(state, lost), rest, tolerance))
+        return state
+
+    def _reference_stage(self, state: State, limits: Tensor, tolerance: float) -> State:
+        ends, length = state.iterations + limits, _FIRST_STAGE
+        while len(alive := (~state.done & (state.iterations < ends)).nonzero().flatten()):
+            part = _at(self, alive)._sweep(_at(state, alive), length, ends[alive], tolerance)
+            state, length = state.put(alive, part), 2 * length
+        return state
+
+    def _sweep(self, state: State, sweeps: int, ends: Tensor | int, tolerance: float) -> State:
+        """Up to ``sweeps`` further sweeps in the log domain; a problem that is done keeps its potentials."""
         f, g, temperature, iterations, done = state.f, state.g, state.temperature, state.iterations, state.done
-        costs = self.cost.mT
+        cost, log_a, log_b = self.cost.to(self.work), safe_log(self.a).to(self.work), safe_log(self.b).to(self.work)
+        costs = cost.mT
+        # Unrolled, the sweeps are the model.
+        translated = self.taus != (1.0, 1.0) and min(self.taus) > 0 and not self.unrolled
         for _ in range(sweeps):
-            proposal = self._half(costs, f, self.log_a, temperature, self.taus[1])
+            proposal = self._half(costs, f, log_a, temperature, self.taus[1])
             error = self._violation(g, proposal, temperature)
             done = done | ((error <= tolerance) & (temperature == self.epsilon))
-            frozen = done | (iterations >= max_iterations)
+            frozen = done | (iterations >= ends)
             if bool(frozen.all()):
                 break
             if self.annealing is not None:
                 temperature = torch.maximum(self.epsilon, temperature * self.annealing)
             g_next = torch.where(self.symmetric.unsqueeze(-1), (g + proposal) / 2, proposal)
-            f_next = self._update_f(g_next, temperature)
+            f_next = self._half(cost, g_next, log_b, temperature, self.taus[0])
+            if translated:
+                shift = absorbed.translation(f_next, g_next, self.a, self.b, temperature.unsqueeze(-1), self.taus)
+                shift = shift.masked_fill(self.symmetric.unsqueeze(-1), 0.0)
+                f_next, g_next = f_next + self.taus[0] * shift, g_next - shift
+            if bool(self.symmetric.any()):
+                f_next = torch.where(self.symmetric.unsqueeze(-1), g_next, f_next)
             f, g = torch.where(frozen.unsqueeze(-1), f, f_next), torch.where(frozen.unsqueeze(-1), g, g_next)
             iterations = torch.where(frozen, iterations, iterations + 1)
-        return State(f, g, temperature, iterations, done | (iterations >= max_iterations))
+        return State(f, g, temperature, iterations, done, state.memory)
 
-    def _hopeless(self) -> Tensor:
+    # Newton ---------------------------------------------------------------------------------------------------------
+
+    def _hopeless(self, asked: Tensor) -> Tensor:
         """Couplings that do not exist: nothing is gained by iterating."""
-        if self.taus != (1.0, 1.0):
-            return torch.zeros_like(self.symmetric)
-        cost = self.wide_cost.masked_fill(self.wide_cost >= _FORBIDDEN, torch.inf)
-        return infeasible(cost, self.wide_a, self.wide_b)
+        suspects = asked.nonzero().flatten()
+        cost = self.cost[suspects]
+        cost = cost.masked_fill(cost >= _FORBIDDEN, torch.inf)
+        found = infeasible(cost, self.a[suspects], self.b[suspects])
+        return torch.zeros_like(asked).index_copy(0, suspects, found)
 
     def _newton(self, state: State, tolerance: float, max_iterations: int) -> State:
-        """Newton steps at the final epsilon, for couplings of moderate size; kept if they raise the dual."""
-        if self.taus != (1.0, 1.0) or self.cost.shape[-1] > semidual.MOST_ATOMS:
-            return state
-        size = max(1, _NEWTON_ENTRIES // max(1, self.cost[0].numel(), self.cost.shape[-1] ** 2))
-        parts = [
-            self._newton_of(slice(k, k + size), state, tolerance, max_iterations)
-            for k in range(0, len(self.epsilon), size)
-        ]
-        g, steps, solved = (torch.cat(column) for column in zip(*parts, strict=True))
+        """Newton's method at the final epsilon, for couplings."""
+        most = max_iterations - state.iterations
+        g, steps, solved = semidual.rescue(self.cost, self.a, self.b, self.epsilon, state.g, tolerance, most)
         if bool(self.symmetric.any()):
             # At the solution f - g is a constant; half of it each way makes the pair symmetric again.
-            f = ops.softmin(self.wide_cost, g, safe_log(self.wide_b), self.epsilon)
+            f = ops.softmin(self.cost, g, safe_log(self.b), self.epsilon)
             g = torch.where(self.symmetric.unsqueeze(-1), (f + g) / 2, g)
+        iterations = state.iterations + steps
         # What is solved is done: in the precision of the sweeps its error could not even be seen.
         return State(
             f=self._update_f(g, self.epsilon),
             g=g,
             temperature=self.epsilon,
-            iterations=state.iterations + steps,
-            done=state.done | solved,
+            iterations=iterations,
+            done=state.done | solved | (iterations >= max_iterations),
+            memory=Relaxation.start(len(g)),
         )
-
-    def _newton_of(
-        self, here: slice, state: State, tolerance: float, max_iterations: int
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        cost, a, b, epsilon = self.wide_cost[here], self.wide_a[here], self.wide_b[here], self.epsilon[here]
-        most = max_iterations - int(state.iterations[here].max())
-        g, steps, solved, value = semidual.maximise(cost, a, b, epsilon, state.g[here], tolerance / 4, most)
-        far = (~solved).nonzero().flatten()
-        if len(far):
-            problem, spread = (cost[far], a[far], b[far], epsilon[far]), _range(cost[far], a[far], b[far])
-            most = max(0, most - int(steps.max()))
-            afresh, more, reached, height = semidual.follow_path(
-                *problem, start=spread, tolerance=tolerance / 4, most=most
-            )
-            better = reached | (height > value[far])
-            g = g.index_copy(0, far, torch.where(better.unsqueeze(-1), afresh, g[far]))
-            steps, solved = steps.index_add(0, far, more), solved.index_copy(0, far, reached & better)
-        return g, steps, solved
 
     def _update_f(self, g: Tensor, temperature: Tensor) -> Tensor:
         """The exact update of f, or f = g where the problem is symmetric."""
-        f = self._half(self.cost, g, self.log_b, temperature, self.taus[0])
+        f = self._half(self.cost, g, safe_log(self.b), temperature, self.taus[0])
         return torch.where(self.symmetric.unsqueeze(-1), g, f) if bool(self.symmetric.any()) else f
 
     @staticmethod
@@ -239,7 +345,7 @@ class Loop:
         if tau == 0:
             return torch.zeros_like(temperature)
         scale = temperature.detach().unsqueeze(-1)
-        g, proposal, b = g.detach(), proposal.detach(), self.wide_b.detach()
+        g, proposal, b = g.detach(), proposal.detach(), self.b.detach()
         rho = penalty(tau, scale)
         wanted = b if rho is None else b * torch.exp(-g / rho)
         log_ratio = ((g - proposal) / (tau * scale)).masked_fill(b == 0, 0.0)
@@ -247,36 +353,77 @@ class Loop:
         return torch.where(self.symmetric, 2 * error, error)
 
     def _finish(self, state: State) -> tuple[Tensor, Tensor, Tensor]:
-        # One more update of f, in float64: the source marginal is exact to rounding. It moves nothing but the rounding of
-        # the loop, unless the iteration ended during annealing. A symmetric pair stays symmetric.
-        g = state.g
-        polished = self._half(self.wide_cost, g, safe_log(self.wide_b), self.epsilon, self.taus[0])
-        if bool((self.wide_b == 0).any()):
-            # Nothing waits for the target's atoms of weight zero; theirs is the update of what the iteration ended with.
-            probes = self._half(self.wide_cost.mT, polished, safe_log(self.wide_a), self.epsilon, self.taus[1])
-            g = torch.where(self.wide_b == 0, probes, g)
+        """The potentials of the given costs, f an exact update; a symmetric pair stays symmetric."""
+        polished, g = state.f, state.g
+        idle = self.b == 0
+        if self.masked:
+            idle = idle | (self.cost >= _FORBIDDEN).all(-2)
+        if bool(idle.any()):
+            # Nothing waits for the target's atoms of weight zero or without any pair; theirs is the update of what the
+            # iteration ended with.
+            problem, column = idle.nonzero(as_tuple=True)
+            probes = self._half(
+                self.cost.mT[problem, column].unsqueeze(-2),
+                polished[problem],
+                safe_log(self.a)[problem],
+                self.epsilon[problem],
+                self.taus[1],
+            )
+            g = g.index_put((problem, column), probes.squeeze(-1))
         f = torch.where(self.symmetric.unsqueeze(-1), g, polished) if bool(self.symmetric.any()) else polished
         return f + self.row_offset, g + self.column_offset, state.iterations
 
+    def _polished(self, g: Tensor) -> tuple[Tensor, Tensor]:
+        """``(f, error)``: the exact update of g in the dtype of potentials, and the L1 violation of a coupling's target.
 
-def _range(cost: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """Largest minus smallest cost of a pair that counts, ``(B,)``; zero if none does."""
-    live = (a > 0).unsqueeze(-1) & (b > 0).unsqueeze(-2) & (cost < _FORBIDDEN)
-    largest = cost.detach().masked_fill(~live, -torch.inf).amax((-1, -2))
-    smallest = cost.detach().masked_fill(~live, torch.inf).amin((-1, -2))
-    return (largest - smallest).masked_fill(~live.flatten(1).any(-1), 0.0)
+        The source marginal is then exact to rounding. The matrices are passed over in place, as seldom as can be.
+        """
+        tau = self.taus[0]
+        if tau == 0 or not self.cost.numel():
+            return torch.zeros_like(self.row_offset), torch.zeros_like(self.epsilon)
+        live = (self.b > 0).unsqueeze(-2)
+        distance = self.cost - g.unsqueeze(-2)
+        if not bool(live.all()):
+            distance.masked_fill_(~live, torch.inf)
+        least = distance.amin(-1, keepdim=True)
+        distance -= least
+        distance *= (-1 / self.epsilon).view(-1, 1, 1)
+        kernel = distance.exp_()
+        total = ops.apply(kernel, self.b)
+        columns = self.b * ops.apply(kernel.mT, self.a / total)
+        update = tau * (least.squeeze(-1) - self.epsilon.unsqueeze(-1) * total.log())
+        f = update.masked_fill(update > tau * _FORBIDDEN / 2, _ALONE if tau < 1 else 0.0)
+        return f, (columns - self.b).abs().sum(-1)
+
+    def _range(self) -> Tensor:
+        """Largest minus smallest cost of a pair that counts, ``(B,)``; zero if none does."""
+        cost = self.cost.detach()
+        live = (self.a > 0).unsqueeze(-1) & (self.b > 0).unsqueeze(-2) & (cost < _FORBIDDEN)
+        largest = cost.masked_fill(~live, -torch.inf).amax((-1, -2))
+        smallest = cost.masked_fill(~live, torch.inf).amin((-1, -2))
+        return (largest - smallest).masked_fill(~live.flatten(1).any(-1), 0.0)
 
 
-def _smallest(cost: Tensor, allowed: Tensor) -> Tensor:
-    """Smallest allowed entry of each row; zero for a row without any."""
-    least = cost.masked_fill(~allowed, torch.inf).amin(-1)
+def _smallest(cost: Tensor, allowed: Tensor | None, live: Tensor, axis: int) -> Tensor:
+    """Smallest allowed entry along an axis of the matrices, in live columns or rows; zero if there is none."""
+    if not cost.shape[axis]:
+        return cost.sum(axis)
+    live = live.unsqueeze(-2 if axis == -1 else -1)
+    if allowed is None and bool(live.all()):
+        return cost.amin(axis)
+    least = cost.masked_fill(~(live if allowed is None else allowed & live), torch.inf).amin(axis)
     return least.masked_fill(torch.isinf(least), 0.0)
 
 
 def _symmetric(cost: Tensor, a: Tensor, b: Tensor, taus: tuple[float, float]) -> Tensor:
     """Which problems are unchanged by exchanging source and target, up to the rounding of their costs."""
+    found = torch.zeros(len(cost), dtype=torch.bool, device=cost.device)
     if cost.shape[-1] != cost.shape[-2] or taus[0] != taus[1]:
-        return torch.zeros(len(cost), dtype=torch.bool, device=cost.device)
+        return found
+    suspects = (a == b).all(-1).nonzero().flatten()
+    if not len(suspects):
+        return found
+    cost = cost[suspects]
     size = torch.where(torch.isfinite(cost), cost, 0.0).abs().amax((-1, -2)).view(-1, 1, 1)
     close = (cost - cost.mT).abs() <= 64 * torch.finfo(cost.dtype).eps * size
-    return (a == b).all(-1) & (close | (cost == cost.mT)).flatten(1).all(-1)
+    return found.index_copy(0, suspects, (close | (cost == cost.mT)).flatten(1).all(-1))

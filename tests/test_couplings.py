@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import sinkformer as sf
-from sinkformer import ops
+from sinkformer import ops, use_backend
 from sinkformer.couplings import Coupling, DenseCoupling, EntropicCoupling, RoundedCoupling
 from sinkformer.errors import (
     ConfigError,
@@ -657,7 +657,8 @@ def test_certificate_bounds_exact_w1(epsilon):
     truth = exact.rounded()
     bounds = []
     for sweeps in (1, 2, 10, 100):
-        pi = Coupling.solve(mu, nu, epsilon=epsilon, max_iterations=sweeps, annealing=None, on_failure="ignore")
+        with use_backend("reference"):  # plain sweeps close the gap, over-relaxed ones need not
+            pi = Coupling.solve(mu, nu, epsilon=epsilon, max_iterations=sweeps, annealing=None, on_failure="ignore")
         certificate, near = pi.certificate(), pi.rounded()
         distance = grid_w1(near, truth)
         variation = float((near.to_dense() - truth.to_dense()).abs().sum() / 2)

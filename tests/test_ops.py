@@ -5,6 +5,7 @@ from oracles import random_weights, tensor
 from strategies import problems
 
 from sinkformer import ops
+from sinkformer.ops.dispatch import Choice
 from sinkformer.solutions import Solution
 
 INF = float("inf")
@@ -134,8 +135,9 @@ def test_adjoint_solve_against_a_dense_solve(transposed, taus, dead, generator):
     matrix = system(rows, columns, *taus, transposed)
     if taus == (1.0, 1.0):  # singular but consistent: take a right-hand side from the range
         x, y = (matrix @ torch.cat([x, y])).split([3, 5])
-    left, up, residual = ops.adjoint_solve(rows, columns, *taus, q, x, y, transposed=transposed, rtol=1e-13)
+    left, up, residual, ritz = ops.adjoint_solve(rows, columns, *taus, q, x, y, transposed=transposed, rtol=1e-13)
     assert residual <= 1e-12
+    assert 0 < ritz <= 1 + 1e-12
     assert torch.allclose(matrix @ torch.cat([left, up]), torch.cat([x, y]), atol=1e-11)
 
 
@@ -154,8 +156,8 @@ def test_adjoint_solve_of_a_batch_is_the_solve_of_each(generator):
 
 def test_nothing_to_solve(generator):
     rows, q = torch.zeros(0, 3, 4, dtype=torch.float64), torch.zeros(0, 4, dtype=torch.float64)
-    left, up, residual = ops.adjoint_solve(rows, rows, 1.0, 1.0, q, q[:, :3], q, transposed=True, rtol=1e-13)
-    assert (left.shape, up.shape, residual.shape) == ((0, 3), (0, 4), (0,))
+    left, up, residual, ritz = ops.adjoint_solve(rows, rows, 1.0, 1.0, q, q[:, :3], q, transposed=True, rtol=1e-13)
+    assert (left.shape, up.shape, residual.shape, ritz.shape) == ((0, 3), (0, 4), (0,), (0,))
 
 
 def test_a_solution_has_a_readable_name():
@@ -163,7 +165,8 @@ def test_a_solution_has_a_readable_name():
         zeros = torch.zeros(batch, dtype=torch.float64)
         codes = torch.zeros(batch, dtype=torch.int8)
         f = torch.zeros((*batch, 2), dtype=torch.float64)
-        return Solution(f, f, zeros, zeros, zeros, zeros.long() + 3, codes, 1e-9)
+        engine = Choice("reference", "none was needed")
+        return Solution(f, f, zeros, zeros, zeros, zeros.long() + 3, codes, 1e-9, (1.0, 1.0), zeros, engine)
 
     assert repr(solution()) == "Solution(CONVERGED, iterations=3, marginal_error=0.00e+00)"
     assert repr(solution(2)) == "Solution(batch=(2,), converged=2 of 2, worst marginal_error=0.00e+00)"

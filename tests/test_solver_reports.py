@@ -132,7 +132,7 @@ def test_11_annealing_ends_and_the_iteration_goes_on_to_the_tolerance(generator)
     mu, nu = random_measure(20, generator=generator), random_measure(20, generator=generator)
     errors = [
         float(sinkhorn(mu, nu, epsilon=0.05, max_iterations=k, tolerance=0, on_failure="ignore").marginal_error)
-        for k in (50, 100, 200)
+        for k in (10, 20, 80)
     ]
     assert errors[1] < 0.1 * errors[0], "geometrically, not like one over the number of iterations"
     assert errors[2] < 0.1 * errors[1] or errors[2] < 1e-13
@@ -397,11 +397,10 @@ def test_38_strong_penalties_do_not_upset_the_unbalanced_problem(rho):
     p = plan(solution, M2, a, b, epsilon)
     value = float(primal_value(p, M2, a, b, epsilon, rho, rho))
     assert torch.isfinite(p).all()
-    assert solution.converged == (rho == 1)
-    assert 0 < solution.value <= value + 1e-12, "the dual value is a lower bound, converged or not"
+    assert solution.converged
+    assert 0 < solution.value <= value + 1e-12, "the dual value is a lower bound"
     assert float(solution.duality_gap) == pytest.approx(value - float(solution.value), abs=1e-9)
-    if rho == 1:
-        assert float(solution.value) == pytest.approx(value, abs=1e-8)
+    assert float(solution.value) == pytest.approx(value, abs=1e-8)
 
 
 def test_other_libraries_still_have_the_faults_that_these_reports_describe():

@@ -22,7 +22,7 @@ from oracles import (
 )
 from strategies import Problem, numbers, problems
 
-from sinkformer import Coupling, Measure, Status, sinkhorn
+from sinkformer import Coupling, Measure, Status, sinkhorn, use_backend
 from sinkformer.costs import Euclidean, NegativeDot, SqEuclidean, forbid
 from sinkformer.errors import (
     ConfigError,
@@ -385,10 +385,11 @@ def test_divergence_to_any_coupling_is_the_gap_of_the_values(problem, data):
 
 def test_more_iterations_raise_the_dual_and_close_the_gap(generator):
     mu, nu = random_measure(8, generator=generator), random_measure(8, generator=generator)
-    runs = [
-        sinkhorn(mu, nu, epsilon=0.01, max_iterations=k, annealing=None, on_failure="ignore")
-        for k in (1, 4, 16, 64, 256)
-    ]
+    with use_backend("reference"):  # plain sweeps raise the dual, over-relaxed ones need not
+        runs = [
+            sinkhorn(mu, nu, epsilon=0.01, max_iterations=k, annealing=None, on_failure="ignore")
+            for k in (1, 4, 16, 64, 256)
+        ]
     values, gaps = [float(s.value) for s in runs], [float(s.duality_gap) for s in runs]
     assert values == sorted(values)
     assert gaps == sorted(gaps, reverse=True)
@@ -541,7 +542,9 @@ def test_a_feasible_mask_whose_support_is_smaller():
     found = plan(solution, mask, a, a, 0.5)
     assert close(found, torch.eye(2).double() / 2, 1e-3)
     assert torch.isfinite(solution.f).all()
-    plain = sinkhorn(a, a, cost=torch.zeros_like(mask), mask=mask, epsilon=0.5, max_iterations=40, on_failure="ignore")
+    with use_backend("reference"):
+        options = {"cost": torch.zeros_like(mask), "mask": mask, "epsilon": 0.5, "max_iterations": 15}
+        plain = sinkhorn(a, a, **options, on_failure="ignore")
     assert plain.status is Status.MAX_ITERATIONS, "plain sweeps converge like one over their number"
     assert close(plan(plain, mask, a, a, 0.5), torch.eye(2).double() / 2, 0.03)
 
@@ -721,8 +724,8 @@ def test_tiny_weights(generator):
 
 def test_zero_tolerance_runs_all_iterations(generator):
     mu, nu = random_measure(5, generator=generator), random_measure(6, generator=generator)
-    solution = sinkhorn(mu, nu, epsilon=0.2, tolerance=0, max_iterations=12, on_failure="ignore")
-    assert solution.iterations == 12
+    solution = sinkhorn(mu, nu, epsilon=0.2, tolerance=0, max_iterations=8, on_failure="ignore")
+    assert solution.iterations == 8
     assert not solution.converged
     # Judged by the default tolerance; a fixed point of the arithmetic ends it early.
     assert sinkhorn(mu, nu, epsilon=0.2, tolerance=0, max_iterations=40).converged

@@ -11,7 +11,7 @@ from torch import Tensor
 from sinkformer._numerics import safe_divide
 
 # exp of this is finite in float64 with room to multiply by weights.
-_LARGEST_EXPONENT = 600.0
+LARGEST_EXPONENT = 600.0
 # Entries of a block of rows: 128 MiB in float64.
 _BLOCK_ENTRIES = 2**24
 
@@ -37,7 +37,7 @@ def density(cost: Tensor, f: Tensor, g: Tensor, a: Tensor, b: Tensor, epsilon: T
     exponents = (f.unsqueeze(-1) + g.unsqueeze(-2) - cost.masked_fill(forbidden, 0.0)) / epsilon.unsqueeze(
         -1
     ).unsqueeze(-1)
-    exponents = exponents.clamp_max(_LARGEST_EXPONENT)
+    exponents = exponents.clamp_max(LARGEST_EXPONENT)
     return exponents.exp().masked_fill(void, 0.0)
 
 
@@ -99,7 +99,7 @@ def adjoint_solve(
     *,
     transposed: bool,
     rtol: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Solve the linear system of the implicit function theorem, by conjugate gradients, problem by problem.
 
     With R = ``rows`` (row-stochastic) and S = ``columns`` (column-stochastic), both ``(*batch, n, m)``,
@@ -112,7 +112,8 @@ def adjoint_solve(
     q = 0 couple one way only and are eliminated first.
 
     Returns:
-        ``(l, u, residual)``: the solution, and the relative residual of every problem, shape ``(*batch)``.
+        ``(l, u, residual, ritz)``: the solution, and of every problem, ``(*batch)``, the relative residual and the smallest
+        Ritz value (see ``smallest_ritz``) of the operator.
     """
     theta = tau_a * tau_b
     live = q > 0
@@ -149,24 +150,62 @@ def adjoint_solve(
     x = torch.zeros_like(right)
     residual, direction = right, right
     rho = inner(residual, residual)
+    steps, ratios = [], []
+    asked, floor = torch.full_like(scale, rtol), 10 * torch.finfo(scale.dtype).eps
     # Conjugate gradients end after m steps in exact arithmetic; rounding asks for some more.
     for _ in range(4 * q.shape[-1] + 20):
-        active = rho.sqrt() > rtol * scale
+        active = rho.sqrt() > asked * scale
         if not bool(active.any()):
-            break
+            # The error is the residual divided by the smallest eigenvalue, which is seen only now.
+            seen = smallest_ritz(steps, ratios, scale.squeeze(-1)).nan_to_num(1.0).clamp_max(1.0).unsqueeze(-1)
+            asked = (rtol * seen).clamp_min(floor)
+            active = rho.sqrt() > asked * scale
+            if not bool(active.any()):
+                break
         image = project(operator(direction))
         curvature = inner(direction, image)
         step = torch.where(active & (curvature > 0), safe_divide(rho, curvature), 0.0)
         x = x + step * direction
         residual = residual - step * image
         rho_next = torch.where(active, inner(residual, residual), rho)
-        direction = torch.where(active, residual + safe_divide(rho_next, rho) * direction, direction)
+        ratio = torch.where(active, safe_divide(rho_next, rho), 0.0)
+        direction = torch.where(active, residual + ratio * direction, direction)
         rho = rho_next
+        steps.append(step.squeeze(-1))
+        ratios.append(ratio.squeeze(-1))
     error = project(right - operator(x))
     relative = safe_divide(inner(error, error).sqrt(), scale).squeeze(-1)
+    ritz = smallest_ritz(steps, ratios, relative)
 
     if transposed:
         u = q * x + dead
-        return right_f - tau_b * apply(columns, u), u, relative
+        return right_f - tau_b * apply(columns, u), u, relative, ritz
     u = torch.where(live, x, right_g - tau_b * apply(columns.mT, right_f - tau_a * apply(rows, x)))
-    return right_f - tau_a * apply(rows, u.masked_fill(~live, 0.0)), u, relative
+    return right_f - tau_a * apply(rows, u.masked_fill(~live, 0.0)), u, relative, ritz
+
+
+def smallest_ritz(steps: list[Tensor], ratios: list[Tensor], like: Tensor) -> Tensor:
+    """Smallest eigenvalue of the tridiagonal matrices that conjugate gradients leave behind (Golub and Meurant 2010).
+
+    It estimates the smallest eigenvalue of the operator that the right-hand side has a part in, from above.
+
+    Args:
+        steps: alpha of every iteration, ``(*batch)``; zero from the end of a problem on.
+        ratios: beta, the same.
+        like: a tensor ``(*batch)``.
+
+    Returns:
+        ``(*batch)``, NaN where no step was taken.
+    """
+    if not steps:
+        return torch.full_like(like, torch.nan)
+    alpha, beta = torch.stack(steps, -1), torch.stack(ratios, -1)
+    taken = alpha > 0
+    inverse = safe_divide(torch.ones_like(alpha), alpha)
+    before = torch.cat([torch.zeros_like(alpha[..., :1]), (beta * inverse)[..., :-1]], -1)
+    # Behind the end of a problem: an eigenvalue that is never the smallest, and no connection to it.
+    diagonal = torch.where(taken, inverse + before, torch.finfo(alpha.dtype).max**0.25)
+    off = torch.where(taken[..., 1:], beta[..., :-1].clamp_min(0.0).sqrt() * inverse[..., :-1], 0.0)
+    matrix = torch.diag_embed(diagonal) + torch.diag_embed(off, 1) + torch.diag_embed(off, -1)
+    smallest = torch.linalg.eigvalsh(matrix)[..., 0]
+    return smallest.masked_fill(~taken[..., 0], torch.nan)

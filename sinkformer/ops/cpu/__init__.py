@@ -1,0 +1,210 @@
+"""The CPU kernels behind torch tensors: which problems run on which thread, compiled once and said when it happens.
+
+numba is imported here and in ``kernels`` only, and only when a kernel is first asked for.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_log = logging.getLogger("sinkformer")
+_lock = threading.Lock()
+_unavailable: str | None = None
+_kernels: Any = None
+
+# Below this many multiplications (about a millisecond) a second thread costs more than it saves.
+_WORK_PER_THREAD = 2**22
+# Parts of the batch for every thread: their lengths are not known in advance, so that each takes the next when done.
+_PARTS = 4
+# A float32 sum of the sweeps differs from the float64 measurement by about so much.
+_MARGIN = 3e-6
+
+
+class Solved(NamedTuple):
+    """What the kernel found: potentials ``(B, n)`` and ``(B, m)``, and per problem float64 numbers and integer codes."""
+
+    f: Tensor
+    g: Tensor
+    error: Tensor
+    gap: Tensor
+    value: Tensor
+    sweeps: Tensor
+    codes: Tensor
+
+
+def unavailable() -> str | None:
+    """Why the kernels cannot run in this process, or None if they can."""
+    _load()
+    return _unavailable
+
+
+def _load() -> Any:
+    """The module of kernels, imported once; None if numba cannot be."""
+    global _kernels, _unavailable
+    with _lock:
+        if _kernels is None and _unavailable is None:
+            try:
+                importlib.import_module("numba")
+            except ImportError as error:  # absent, or refusing the numpy it finds
+                _unavailable = f"numba cannot be imported ({error}); pip install 'sinkformer[fast]'"
+                return None
+            _announce_compilation()
+            _kernels = importlib.import_module("sinkformer.ops.cpu.kernels")
+        return _kernels
+
+
+def _announce_compilation() -> None:
+    """One line in the log when numba compiles a kernel instead of finding it in its cache."""
+    event = importlib.import_module("numba.core.event")
+
+    class Announcer(event.Listener):
+        def on_start(self, event: Any) -> None:
+            function = event.data["dispatcher"].py_func
+            if function.__module__ == "sinkformer.ops.cpu.kernels" and not function.__name__.startswith("_"):
+                _log.warning(
+                    "compiling the CPU kernel %r (10 to 20 s, once per machine and precision; "
+                    "sinkformer.warm_up() does it at a time of your choosing)",
+                    function.__name__,
+                )
+
+        def on_end(self, event: Any) -> None:
+            pass
+
+    event.register("numba:compile", Announcer())
+
+
+def warm_up() -> float:
+    """Compile the CPU kernels, or load them from the cache; returns the seconds it took.
+
+    Without this the first call of :func:`sinkformer.sinkhorn` does it, and says so in the log of ``sinkformer``.
+
+    Raises:
+        BackendError: numba is not installed.
+    """
+    started = time.perf_counter()
+    for dtype in (torch.float32, torch.float64):
+        cost = torch.zeros((1, 2, 2), dtype=dtype, device="cpu")
+        half = torch.full((1, 2), 0.5, dtype=torch.float64, device="cpu")
+        one = torch.ones(1, dtype=torch.float64, device="cpu")
+        solved = solve(cost, half, half, one, tolerance=1e-3, budget=10)
+        pull_back(cost, half, half, one, solved.f, solved.g, half, -half, rtol=1e-3)
+    return time.perf_counter() - started
+
+
+def solve(
+    cost: Tensor,
+    a: Tensor,
+    b: Tensor,
+    epsilon: Tensor,
+    *,
+    tolerance: float,
+    budget: int,
+    patience: int | None = None,
+    start: Tensor | None = None,
+) -> Solved:
+    """Solve a flat batch of balanced problems, each by itself.
+
+    Args:
+        cost: ``(B, n, m)``, float32 or float64, which is also the precision of the sweeps; errors and potentials are
+            float64. +inf forbids a pair.
+        a: weights ``(B, n)``, float64; zero is padding, next to which costs may be anything.
+        b: weights ``(B, m)``, float64.
+        epsilon: ``(B,)``, float64.
+        tolerance: L1 marginal error to reach.
+        budget: most sweeps of a problem.
+        patience: most sweeps are also ``patience`` (min(n, m) - 1)^2; for whoever has something better for small problems.
+        start: potentials g ``(B, m)`` to start from, float64.
+    """
+    (B, n), m = a.shape, b.shape[-1]
+    like = np.empty(0, _numpy(cost).dtype)
+    f, g = epsilon.new_zeros((B, n)), epsilon.new_zeros((B, m))
+    if start is not None:
+        g.copy_(start)
+    report = epsilon.new_empty((B, 5))
+    goal = 0.99 * tolerance - (_MARGIN if like.dtype == np.float32 else 0.0)
+    shared = [_numpy(t) for t in (cost, a, b, epsilon, f, g)]
+    rest = (start is not None, like, float(tolerance), goal, int(budget), int(budget if patience is None else patience), _numpy(report))
+    _in_parts(_load().solve, a, b, 20, lambda which: (which, *shared, *rest))
+    error, gap, value, sweeps, codes = report.unbind(-1)
+    return Solved(f, g, error, gap, value, sweeps.to(torch.int64), codes.to(torch.int8))
+
+
+def pull_back(
+    cost: Tensor,
+    a: Tensor,
+    b: Tensor,
+    epsilon: Tensor,
+    f: Tensor,
+    g: Tensor,
+    on_f: Tensor,
+    on_g: Tensor,
+    *,
+    rtol: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``(derivative, residual, conditioning)``: of <on_f, f> + <on_g, g> in the costs, ``(B, n, m)``, in their dtype.
+
+    Arguments as for ``solve``; cotangents float64, zero at atoms of weight zero. The relative residual of the conjugate
+    gradients and the smallest Ritz value, which estimates 1 - lambda, are float64, ``(B,)``.
+    """
+    like = np.empty(0, _numpy(cost).dtype)
+    pull = torch.zeros_like(cost, memory_format=torch.contiguous_format)
+    report = epsilon.new_empty((len(a), 2))
+    shared = [_numpy(t) for t in (cost, a, b, epsilon, f, g, on_f, on_g)]
+    rest = (like, float(rtol), _numpy(pull), _numpy(report))
+    _in_parts(_load().pull_back, a, b, 20, lambda which: (which, *shared, *rest))
+    return pull, report[:, 0], report[:, 1]
+
+
+def _numpy(t: Tensor) -> np.ndarray:
+    return t.detach().contiguous().numpy()
+
+
+def _in_parts(
+    kernel: Callable[..., None], a: Tensor, b: Tensor, passes: int, arguments: Callable[[np.ndarray], tuple]
+) -> None:
+    """Call the kernel on all problems, on as many threads as torch may use and the work is worth.
+
+    The threads are started for this call, so that a forked process has none to miss; the kernel holds no lock of Python.
+    """
+    count = len(a)
+    entries = a.shape[-1] * b.shape[-1]
+    threads = min(torch.get_num_threads(), count, 1 + passes * count * entries // _WORK_PER_THREAD)
+    if threads <= 1:
+        kernel(*arguments(np.arange(count)))
+        return
+    sizes = ((a > 0).sum(-1) * (b > 0).sum(-1)).numpy()
+    order = np.argsort(-sizes, kind="stable")
+    parts = [np.ascontiguousarray(order[k :: threads * _PARTS]) for k in range(threads * _PARTS)]
+    waiting, failures = iter(parts), []
+    taking = threading.Lock()
+
+    def work() -> None:
+        while True:
+            with taking:
+                which = next(waiting, None)
+            if which is None:
+                return
+            try:
+                kernel(*arguments(which))
+            except BaseException as error:  # noqa: BLE001 - raised again by the caller
+                failures.append(error)
+                return
+
+    kernel(*arguments(np.arange(0)))  # compiled before the threads start
+    workers = [threading.Thread(target=work, daemon=True) for _ in range(threads - 1)]
+    for worker in workers:
+        worker.start()
+    work()
+    for worker in workers:
+        worker.join()
+    if failures:
+        raise failures[0]

@@ -1,0 +1,968 @@
+"""The compiled kernels: one problem at a time, every pass over n x m a plain loop that the compiler vectorises.
+
+Nothing here knows of torch. Arrays are contiguous; potentials, weights and results are float64; K has the precision of the
+sweeps (float32 or float64), C its own. All kernels stand in this one file because the compiler's cache looks at the file of a
+function only, not at those of its callees.
+
+*Scalings*. P = diag(u) K diag(v), K = exp((h + k - C) / epsilon), with the weights inside: h = f + epsilon log a at the
+moment of absorption, and likewise k. A sweep reads K once: four rows at a time, r = K v, the update of u, and the sums
+c += u K from the same four rows, which are still in the first cache. Exponentials are taken when the scalings leave
+(e^-12, e^12), and once at the end, where the error is measured.
+
+*Over-relaxation*. An update u <- u x^(1+t), x = a / (u K v), through the Pade form of x^t, which is positive, monotone and
+symmetric under x -> 1/x: t = 0 is the plain update. With lambda the contraction of a plain sweep the best 1 + t is
+2 / (1 + sqrt(1 - lambda)), at which the error falls by t a sweep (Young 1971, for the linear problem that the iteration
+becomes near its solution; Thibault, Chizat, Dossal, Papadakis 2021). ``_Rate`` documents how lambda is found.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from numba import njit, types
+from numba.extending import overload
+
+# Sums may be reordered, which makes vectors of them; NaN and infinity keep their meaning. The exponentials may not: a
+# reordered (t + magic) - magic is t.
+_SUMS = {"reassoc", "contract", "nsz"}
+_EXACT = {"contract"}
+
+
+def _compiled(fastmath: Any) -> Any:
+    """``njit`` with the cache on disk where there is a place for one."""
+
+    def decorate(function: Any) -> Any:
+        try:
+            return njit(nogil=True, cache=True, fastmath=fastmath, error_model="numpy")(function)
+        except RuntimeError:  # numba found no writable folder: compile in every process
+            return njit(nogil=True, cache=False, fastmath=fastmath, error_model="numpy")(function)
+
+    return decorate
+
+
+# Exponentials ---------------------------------------------------------------------------------------------------------
+
+_LOG2E, _LN2_HIGH, _LN2_LOW = 1.4426950408889634, 6.93147180369123816490e-01, 1.90821492927058770002e-10
+_MAGIC = 6755399441055744.0  # 1.5 * 2^52: adding it leaves the nearest integer in the last bits
+_LOWEST = -708.0
+
+_F = np.float32
+_LOG2E_F, _LN2_HIGH_F, _LN2_LOW_F = _F(_LOG2E), _F(0.693359375), _F(-2.12194440e-4)
+_MAGIC_F, _LOWEST_F, _HIGHEST_F = _F(12582912.0), _F(-87.0), _F(85.0)
+_ZERO_F, _ONE_F, _C2, _C3, _C4, _C5, _C6, _C7 = (_F(x) for x in (0, 1, 1 / 2, 1 / 6, 1 / 24, 1 / 120, 1 / 720, 1 / 5040))
+_SHIFT, _SHIFT_F = np.int64(52), np.int32(23)
+
+
+def _exponentials(z, out, rounded):
+    """out_j = exp(z_j): z float64, out of the precision of K, ``rounded`` scratch like it; zero far below, huge far above."""
+    return (_exponentials_32 if out.dtype == np.float32 else _exponentials_64)(z, out, rounded)
+
+
+@_compiled(_EXACT)
+def _exponentials_64(z, out, rounded):
+    for j in range(z.shape[0]):
+        x = z[j]
+        x = x if x < 700.0 else 700.0
+        alive = x > _LOWEST
+        s = x * _LOG2E + _MAGIC if alive else _MAGIC
+        k = s - _MAGIC
+        r = (x - k * _LN2_HIGH) - k * _LN2_LOW
+        p = 1 / 479001600.0
+        p = p * r + 1 / 39916800.0
+        p = p * r + 1 / 3628800.0
+        p = p * r + 1 / 362880.0
+        p = p * r + 1 / 40320.0
+        p = p * r + 1 / 5040.0
+        p = p * r + 1 / 720.0
+        p = p * r + 1 / 120.0
+        p = p * r + 1 / 24.0
+        p = p * r + 1 / 6.0
+        p = p * r + 0.5
+        p = p * r + 1.0
+        p = p * r + 1.0
+        rounded[j] = s
+        out[j] = p if alive else 0.0
+    # Times 2^k: k is added to the bits of the exponent.
+    bits, powers = out.view(np.int64), rounded.view(np.int64)
+    for j in range(z.shape[0]):
+        bits[j] += powers[j] << _SHIFT
+
+
+@_compiled(_EXACT)
+def _exponentials_32(z, out, rounded):
+    for j in range(z.shape[0]):
+        exact = z[j]
+        x = _F(exact)
+        out[j] = x
+        rounded[j] = _F(exact - x)  # what the rounding of the exponent lost: exp(x + rest) = exp(x) (1 + rest)
+    for j in range(z.shape[0]):
+        x = out[j]
+        alive = x > _LOWEST_F
+        rest = rounded[j] if alive else _ZERO_F
+        x = x if x < _HIGHEST_F else _HIGHEST_F
+        s = x * _LOG2E_F + _MAGIC_F if alive else _MAGIC_F
+        k = s - _MAGIC_F
+        r = (x - k * _LN2_HIGH_F) - k * _LN2_LOW_F
+        p = _C7
+        p = p * r + _C6
+        p = p * r + _C5
+        p = p * r + _C4
+        p = p * r + _C3
+        p = p * r + _C2
+        p = p * r + _ONE_F
+        p = p * r + _ONE_F
+        rounded[j] = s
+        out[j] = p + p * rest if alive else _ZERO_F
+    bits, powers = out.view(np.int32), rounded.view(np.int32)
+    for j in range(z.shape[0]):
+        bits[j] += powers[j] << _SHIFT_F
+
+
+@overload(_exponentials)
+def _choose_exponentials(z, out, rounded):
+    chosen = _exponentials_32 if out.dtype == types.float32 else _exponentials_64
+
+    def _exponentials_of_that_precision(z, out, rounded):
+        chosen(z, out, rounded)
+
+    return _exponentials_of_that_precision
+
+
+# Passes over the costs ------------------------------------------------------------------------------------------------
+
+_LARGEST_COST = 1e29
+
+
+@_compiled(_EXACT)
+def _read(cost, columns, together, row):
+    """The live entries of a row of costs, as float64."""
+    if together:  # no gather, which is slow, where padding stands at the end
+        for j in range(row.shape[0]):
+            row[j] = cost[j]
+    else:
+        for j in range(row.shape[0]):
+            row[j] = cost[columns[j]]
+
+
+@_compiled(_EXACT)
+def _split(weights):
+    """Indices of the positive weights and of the others."""
+    live, dead = np.empty(weights.shape[0], np.int64), np.empty(weights.shape[0], np.int64)
+    count = 0
+    for i in range(weights.shape[0]):
+        if weights[i] > 0:
+            live[count] = i
+            count += 1
+        else:
+            dead[i - count] = i
+    return live[:count], dead[: weights.shape[0] - count]
+
+
+@_compiled(_EXACT)
+def _normalised(weights, live):
+    """The positive weights, divided by their sum."""
+    out = np.empty(live.shape[0])
+    total = 0.0
+    for i in range(live.shape[0]):
+        out[i] = weights[live[i]]
+        total += out[i]
+    for i in range(live.shape[0]):
+        out[i] /= total
+    return out
+
+
+@_compiled(_EXACT)
+def _range(C, rows, columns, together, row):
+    """Largest minus smallest cost of a live pair, -1 if one is not a number up to the largest, or +inf."""
+    low, high, wrong = np.inf, -np.inf, 0
+    for i in range(rows.shape[0]):
+        _read(C[rows[i]], columns, together, row)
+        for j in range(row.shape[0]):
+            x = row[j]
+            wrong += not (abs(x) <= _LARGEST_COST or x == np.inf)
+            low = x if x < low else low
+            x = x if x < np.inf else -np.inf
+            high = x if x > high else high
+    return -1.0 if wrong else max(high - low, 0.0)
+
+
+@_compiled(_EXACT)
+def _centre(C, rows, columns, together, slack, h, k, row):
+    """Potentials for which no row or column of K vanishes: h_i = min_j (C_ij - k_j), so that every row has an entry 1 and
+    none above, and k_j raised where min_i (C_ij - k_j - h_i) is more than ``slack``.
+
+    False if a row or a column is forbidden altogether.
+    """
+    least = np.empty(row.shape[0])
+    for j in range(row.shape[0]):
+        least[j] = np.inf
+    for i in range(rows.shape[0]):
+        _read(C[rows[i]], columns, together, row)
+        smallest = np.inf
+        for j in range(row.shape[0]):
+            x = row[j] - k[j]
+            row[j] = x
+            smallest = min(smallest, x)
+        if smallest == np.inf:
+            return False
+        h[i] = smallest
+        for j in range(row.shape[0]):
+            least[j] = min(least[j], row[j] - smallest)
+    for j in range(row.shape[0]):
+        if least[j] == np.inf:
+            return False
+        k[j] += max(0.0, least[j] - slack)
+    return True
+
+
+# Exponentials are taken of as many rows at a time as have about so many entries: short rows alone are too slow.
+_STRETCH = 512
+
+
+@_compiled(_EXACT)
+def _absorb(C, rows, columns, together, epsilon, h, k, K, z, rounded):
+    """K = exp((h + k - C) / epsilon); exponents are summed in float64. Scratch: z, rounded of a stretch of rows."""
+    n, m = K.shape
+    flat, scale, step = K.reshape(n * m), 1 / epsilon, z.shape[0] // m
+    for start in range(0, n, step):
+        stop = min(n, start + step)
+        for i in range(start, stop):
+            part, height = z[(i - start) * m : (i - start + 1) * m], h[i]
+            _read(C[rows[i]], columns, together, part)
+            for j in range(m):
+                part[j] = ((height - part[j]) + k[j]) * scale  # in this order: h and C may be large and alike
+        size = (stop - start) * m
+        _exponentials(z[:size], flat[start * m : start * m + size], rounded[:size])
+
+
+# Sweeps ---------------------------------------------------------------------------------------------------------------
+
+
+@_compiled(_SUMS)
+def _relaxed(u, r, a, plus, minus):
+    """``(u x^(1+t), x, |u r - a|)`` for x = a / (u r), with plus = 1 + t and minus = 1 - t."""
+    mass = u * r
+    x = a / mass
+    return u * (x * ((plus * x + minus) / (minus * x + plus))), x, abs(mass - a)
+
+
+@_compiled(_SUMS)
+def _sweep(K, u, v, a, b, c, x, t):
+    """One update of u and of v, relaxed by t; x receives the plain multipliers of u.
+
+    Returns the L1 errors of rows and columns before their updates, and the smallest and largest scaling afterwards.
+    """
+    n, m = K.shape
+    zero, one = K.dtype.type(0), K.dtype.type(1)
+    plus, minus = one + K.dtype.type(t), one - K.dtype.type(t)
+    row_error, column_error = zero, zero
+    for j in range(m):
+        c[j] = zero
+    fours = n - n % 4
+    for i in range(0, fours, 4):
+        k0, k1, k2, k3 = K[i], K[i + 1], K[i + 2], K[i + 3]
+        r0, r1, r2, r3 = zero, zero, zero, zero
+        for j in range(m):
+            w = v[j]
+            r0 += k0[j] * w
+            r1 += k1[j] * w
+            r2 += k2[j] * w
+            r3 += k3[j] * w
+        u0, x[i], e0 = _relaxed(u[i], r0, a[i], plus, minus)
+        u1, x[i + 1], e1 = _relaxed(u[i + 1], r1, a[i + 1], plus, minus)
+        u2, x[i + 2], e2 = _relaxed(u[i + 2], r2, a[i + 2], plus, minus)
+        u3, x[i + 3], e3 = _relaxed(u[i + 3], r3, a[i + 3], plus, minus)
+        u[i], u[i + 1], u[i + 2], u[i + 3] = u0, u1, u2, u3
+        row_error += e0 + e1 + e2 + e3
+        for j in range(m):
+            c[j] += u0 * k0[j] + u1 * k1[j] + u2 * k2[j] + u3 * k3[j]
+    for i in range(fours, n):
+        k0 = K[i]
+        r0 = zero
+        for j in range(m):
+            r0 += k0[j] * v[j]
+        u0, x[i], e0 = _relaxed(u[i], r0, a[i], plus, minus)
+        u[i] = u0
+        row_error += e0
+        for j in range(m):
+            c[j] += u0 * k0[j]
+    smallest, largest = one, one
+    for i in range(n):
+        smallest, largest = min(smallest, u[i]), max(largest, u[i])
+    for j in range(m):
+        w, _, e = _relaxed(v[j], c[j], b[j], plus, minus)
+        v[j] = w
+        column_error += e
+        smallest, largest = min(smallest, w), max(largest, w)
+    return row_error, column_error, smallest, largest
+
+
+@_compiled(_SUMS)
+def _settle(K, a, b, u, q):
+    """The exact update of u for v = 1, and the column sums q that follow, in float64: returns the L1 error of the plan."""
+    n, m = K.shape
+    for j in range(m):
+        q[j] = 0.0
+    for i in range(n):
+        k = K[i]
+        total = 0.0
+        for j in range(m):
+            total += k[j]
+        scale = a[i] / total
+        u[i] = scale
+        for j in range(m):
+            q[j] += scale * k[j]
+    error = 0.0
+    for j in range(m):
+        error += abs(q[j] - b[j])
+    return error
+
+
+# The rate of over-relaxation ------------------------------------------------------------------------------------------
+
+# Sweeps between two looks at the rate.
+_LOOK = 10
+# What is remembered of the rate of a problem, in a float64 array.
+_T, _GAP, _CAP, _BEST, _LAST, _SLOW, _STALLED, _HOLD = range(8)
+_MOST_T = 0.97
+
+
+@_compiled(_EXACT)
+def _first_rate(rate):
+    rate[_T], rate[_GAP], rate[_CAP] = 0.0, 1.0, _MOST_T
+    rate[_BEST], rate[_LAST], rate[_SLOW], rate[_STALLED], rate[_HOLD] = np.inf, np.inf, 0.0, 0.0, 0.0
+
+
+@_compiled(_EXACT)
+def _contraction(x, x_before, a):
+    """lambda as the Rayleigh quotient of two successive plain increments x - 1 of log u, less their a-mean."""
+    mean, mean_before = 0.0, 0.0
+    for i in range(a.shape[0]):
+        mean += a[i] * (x[i] - 1.0)
+        mean_before += a[i] * (x_before[i] - 1.0)
+    across, size = 0.0, 0.0
+    for i in range(a.shape[0]):
+        d, d_before = x[i] - 1.0 - mean, x_before[i] - 1.0 - mean_before
+        across += a[i] * d * d_before
+        size += a[i] * d_before * d_before
+    return across / size if size > 0 else 0.0
+
+
+@_compiled(_EXACT)
+def _adjust(rate, error, contraction):
+    """Choose t for the next sweeps from the error now and at the last look.
+
+    The gap 1 - lambda starts from the contraction of plain sweeps. It shrinks where the error falls more slowly than t
+    twice in a row (Young's formula), grows where it falls faster; over-relaxation pauses where the error grows or circles.
+    Every rule was needed on some problem; the order is from the rare to the usual.
+    """
+    t, last = rate[_T], rate[_LAST]
+    rate[_LAST] = error
+    rate[_STALLED] = 0.0 if error < 0.9 * rate[_BEST] else rate[_STALLED] + 1
+    diverging = error > 10 * rate[_BEST] and error > 3 * last  # switching on makes a hump every time
+    rate[_BEST] = min(rate[_BEST], error)
+    if diverging:
+        rate[_GAP], rate[_T], rate[_HOLD] = min(1.0, 2 * rate[_GAP]), 0.0, 1.0
+        return
+    if error > 0.05 and rate[_STALLED] >= 8:
+        rate[_GAP], rate[_T], rate[_HOLD], rate[_STALLED] = 1.0, 0.0, 4.0, 0.0
+        rate[_CAP] *= 0.75
+        return
+    if rate[_HOLD] > 0:
+        rate[_HOLD] -= 1
+        return
+    if rate[_GAP] == 1.0:
+        contraction = min(contraction, 0.9 if error >= 0.1 else 1 - 1e-4)
+        if contraction > 0.3 and error < 0.5:
+            rate[_GAP] = 1 - contraction
+    elif t > 0 and last < np.inf:
+        fall = (error / last) ** (1 / _LOOK)
+        rate[_SLOW] = rate[_SLOW] + 1 if fall > t + 0.02 else 0.0
+        if rate[_SLOW] >= 2:
+            contraction = min((fall + t) ** 2 / ((1 + t) ** 2 * fall), 1.0)
+            rate[_GAP] = max(1 - contraction, rate[_GAP] / 4)
+        elif fall < t:
+            rate[_GAP] = min(1.0, 1.1 * rate[_GAP])
+    if error < 0.05:
+        rate[_CAP] = _MOST_T
+    rate[_T] = min(2 / (1 + math.sqrt(rate[_GAP])) - 1, rate[_CAP])
+
+
+# One problem ----------------------------------------------------------------------------------------------------------
+
+CONVERGED, UNSOLVED, NONFINITE = 0, 1, 3
+# Scalings beyond are absorbed into the potentials.
+_SMALLEST, _LARGEST = math.exp(-12), math.exp(12)
+_ATTEMPTS = 3
+# How far below 1 all entries of a column of K may lie, in the exponent.
+_SLACK = 40.0
+# The path of epsilon: from at most this fraction of the range, divided by the stride each time the error is so small. A
+# rougher solution on the way costs more sweeps later than it saves: below 1e-3 of the range many times more.
+_FIRST_EPSILON, _STRIDE, _ON_THE_WAY = 0.1, 4.0, 3e-3
+
+
+@_compiled(_EXACT)
+def _copy(values, out):
+    for i in range(out.shape[0]):
+        out[i] = values[i]
+
+
+@_compiled(_EXACT)
+def _reset(scalings):
+    for i in range(scalings.shape[0]):
+        scalings[i] = 1
+
+
+@_compiled(_EXACT)
+def _fold(scalings, epsilon, potential):
+    """Move scalings into a potential."""
+    for i in range(scalings.shape[0]):
+        potential[i] += epsilon * math.log(scalings[i])
+        scalings[i] = 1
+
+
+@_compiled(_EXACT)
+def _iterate(C, rows, columns, together, epsilon, spread, cold, a, b, h, k, K, u, q, tolerance, goal, budget):
+    """Sweeps until the error, measured on a fresh K, is below the tolerance. At the end P = diag(u) K, u in float64.
+
+    Where epsilon is small against the range ``spread`` of the costs, problems of larger epsilon are solved roughly on the
+    way. ``goal`` is the error of the sweeps at which a measurement is worth its exponentials.
+
+    Returns ``(error, sweeps)``; error = inf where a row or a column keeps losing all its mass.
+    """
+    n, m = K.shape
+    stretch = max(1, _STRETCH // m) * m
+    z, rounded, c = np.empty(stretch), np.empty(stretch, K.dtype), np.empty(m, K.dtype)
+    us, vs, x, x_before = np.empty(n, K.dtype), np.empty(m, K.dtype), np.empty(n, K.dtype), np.empty(n, K.dtype)
+    at, bt = np.empty(n, K.dtype), np.empty(m, K.dtype)
+    _copy(a, at)
+    _copy(b, bt)
+    _reset(us)
+    _reset(vs)
+    _reset(x)
+    rate = np.empty(8)
+    _first_rate(rate)
+    sweeps, lost, missed, trial = 0, 0, 0, False
+    absorb, measure, final = True, budget == 0, epsilon
+    while epsilon * _STRIDE <= _FIRST_EPSILON * spread:
+        epsilon *= _STRIDE
+    if cold:  # from g = 0 and not from k = 0: where costs are constant that is the solution
+        for j in range(m):
+            k[j] += epsilon * math.log(b[j])
+    while True:
+        if measure and epsilon > final:  # out of sweeps on the way
+            for j in range(m):
+                k[j] += (final - epsilon) * math.log(b[j]) + epsilon * math.log(vs[j])
+            epsilon = final
+            _reset(vs)
+            _reset(us)
+            _centre(C, rows, columns, together, _SLACK * epsilon, h, k, z[:m])
+        if absorb:
+            _fold(us, epsilon, h)
+            _fold(vs, epsilon, k)
+            _absorb(C, rows, columns, together, epsilon, h, k, K, z, rounded)
+            absorb = False
+        if measure:
+            error = _settle(K, a, b, u, q)
+            missed += 1
+            if error <= tolerance or sweeps >= budget or missed > _ATTEMPTS:
+                return (error if error < np.inf else np.inf), sweeps
+            _copy(u, us)
+            measure = False
+        x, x_before = x_before, x
+        t = 0.0 if trial else rate[_T]
+        row_error, column_error, smallest, largest = _sweep(K, us, vs, at, bt, c, x, t)
+        sweeps += 1
+        error = float(row_error) + float(column_error)
+        if not (error < np.inf and smallest > 0 and largest < np.inf):
+            # Back to the last absorbed pair, and from there as from a start.
+            lost += 1
+            if lost > _ATTEMPTS or not _centre(C, rows, columns, together, _SLACK * epsilon, h, k, z[:m]):
+                return np.inf, sweeps
+            _reset(us)
+            _reset(vs)
+            _first_rate(rate)
+            trial, absorb = False, True
+            continue
+        if epsilon > final and error <= max(_ON_THE_WAY, goal) and sweeps < budget:
+            # The same potential g at the next epsilon, the weights inside; and from there as from a start.
+            _fold(vs, epsilon, k)
+            for j in range(m):
+                k[j] += (epsilon / _STRIDE - epsilon) * math.log(b[j])
+            epsilon = max(final, epsilon / _STRIDE)
+            _centre(C, rows, columns, together, _SLACK * epsilon, h, k, z[:m])
+            _reset(us)
+            _first_rate(rate)
+            trial, absorb = False, True
+            continue
+        # After a plain update of u the rows are exact, and the columns bound the error of what follows.
+        measure = (t == 0 and epsilon == final and column_error <= goal) or sweeps >= budget
+        trial = not trial and t > 0 and error <= 1.5 * goal
+        if sweeps % _LOOK == 0:
+            _adjust(rate, error, _contraction(x, x_before, a))
+        absorb = measure or not (smallest > _SMALLEST and largest < _LARGEST)
+
+
+@_compiled(_EXACT)
+def _symmetric(C, a, b):
+    """Whether the problem is unchanged by exchanging source and target, up to the rounding of its costs."""
+    n, m = C.shape
+    if n != m:
+        return False
+    for i in range(n):
+        if a[i] != b[i]:
+            return False
+    size = 0.0
+    for i in range(n):
+        for j in range(n):
+            if a[i] > 0 and a[j] > 0 and C[i, j] != np.inf:
+                size = max(size, abs(C[i, j]))
+    slack = 64 * 2.220446049250313e-16 * size
+    for i in range(n):
+        for j in range(i):
+            if a[i] > 0 and a[j] > 0 and C[i, j] != C[j, i] and not abs(C[i, j] - C[j, i]) <= slack:
+                return False
+    return True
+
+
+@_compiled(_SUMS)
+def _sums(K, u, v, p, q):
+    """Row and column sums of diag(u) K diag(v), in float64."""
+    n, m = K.shape
+    for j in range(m):
+        q[j] = 0.0
+    for i in range(n):
+        k, scale = K[i], u[i]
+        total = 0.0
+        for j in range(m):
+            total += k[j] * v[j]
+            q[j] += scale * k[j]
+        p[i] = scale * total
+    for j in range(m):
+        q[j] *= v[j]
+
+
+@_compiled(_SUMS)
+def _slack(row, right, g):
+    """sum_j right_j (C_ij - g_j); a weight of zero lets no infinity through."""
+    total = 0.0
+    for j in range(row.shape[0]):
+        term = right[j] * (row[j] - g[j])
+        total += term if right[j] > 0 else 0.0
+    return total
+
+
+@_compiled(_SUMS)
+def _curvature(k, v, right):
+    """sum_j right_j^2 / (K_ij v_j); infinite or NaN where K vanishes."""
+    total = 0.0
+    for j in range(k.shape[0]):
+        total += right[j] * right[j] / (k[j] * v[j])
+    return total
+
+
+@_compiled(_EXACT)
+def _gap(C, rows, columns, together, epsilon, a, b, f, g, K, u, v, p):
+    """Bound on the duality gap of the rounded plan; ``certificates.gap_bound`` has the formula and its reason.
+
+    The plan is diag(u) K diag(v) with row sums p.
+    """
+    n, m = K.shape
+    left, right, r, c, row = np.empty(n), np.empty(m), np.empty(n), np.empty(m), np.empty(m)
+    gap, theta, other = -1.0, 0.0, 0.0
+    for i in range(n):
+        gap += p[i]
+        r[i] = min(1.0, a[i] / p[i])
+        u[i] *= r[i]
+    _sums(K, u, v, left, right)
+    for j in range(m):
+        c[j] = min(1.0, b[j] / right[j])
+        v[j] *= c[j]
+        gap += b[j] * math.log(c[j])
+    _sums(K, u, v, left, right)
+    for i in range(n):
+        gap += a[i] * math.log(r[i])
+        left[i] = max(0.0, a[i] - left[i])
+        theta += left[i]
+    for j in range(m):
+        right[j] = max(0.0, b[j] - right[j])
+        other += right[j]
+    if theta == 0 or other == 0:
+        return epsilon * gap
+    spread = 0.0
+    for j in range(m):
+        right[j] /= other
+        if right[j] > 0:
+            spread += right[j] * math.log(right[j] / (b[j] * c[j]))
+    for i in range(n):
+        if left[i] > 0:
+            _read(C[rows[i]], columns, together, row)
+            share = left[i] / a[i]
+            added = left[i] * ((_slack(row, right, g) - f[i]) / epsilon + spread - math.log(r[i]))
+            if share < 1:
+                added -= (a[i] - left[i]) * math.log1p(-share)
+            tangent = left[i] + 0.5 * left[i] * left[i] / u[i] * _curvature(K[i], v, right)
+            gap += tangent if tangent < added else added
+    return epsilon * gap
+
+
+@_compiled(_EXACT)
+def _remeasure(C, rows, columns, together, epsilon, a, b, f, g, K, u, v, p, q):
+    """L1 error of the plan of f and g, in scratch u, v, p, q, K."""
+    n, m = K.shape
+    stretch = max(1, _STRETCH // m) * m
+    _absorb(C, rows, columns, together, epsilon, f, g, K, np.empty(stretch), np.empty(stretch, K.dtype))
+    _copy(a, u)
+    _copy(b, v)
+    _sums(K, u, v, p, q)
+    error = 0.0
+    for i in range(n):
+        error += abs(p[i] - a[i])
+    for j in range(m):
+        error += abs(q[j] - b[j])
+    return error
+
+
+@_compiled(_EXACT)
+def _extend(C, transposed, dead, live, epsilon, potential, like, out):
+    """Soft c-transform at atoms of weight zero: -epsilon log sum_j exp((potential_j - C_ij) / epsilon), 0 without a pair."""
+    m = live.shape[0]
+    step = max(1, _STRETCH // m)
+    z, values, rounded = np.empty(step * m), np.empty(step * m, like.dtype), np.empty(step * m, like.dtype)
+    least, scale = np.empty(step), 1 / epsilon
+    for start in range(0, dead.shape[0], step):
+        stop = min(dead.shape[0], start + step)
+        for i in range(start, stop):
+            part, smallest = z[(i - start) * m : (i - start + 1) * m], np.inf
+            for j in range(m):
+                cost = float(C[live[j], dead[i]] if transposed else C[dead[i], live[j]])
+                if not (abs(cost) <= _LARGEST_COST or cost == np.inf):
+                    cost = 0.0  # whatever stands in the padding
+                part[j] = cost - potential[j]
+                smallest = part[j] if part[j] < smallest else smallest
+            least[i - start] = smallest
+            height = smallest if smallest < np.inf else 0.0
+            for j in range(m):
+                part[j] = (height - part[j]) * scale
+        size = (stop - start) * m
+        _exponentials(z[:size], values[:size], rounded[:size])
+        for i in range(start, stop):
+            total = 0.0
+            for j in range(m):
+                total += values[(i - start) * m + j]
+            out[dead[i]] = least[i - start] - epsilon * math.log(total) if total > 0 else 0.0
+
+
+@_compiled(_EXACT)
+def _solve(C, weights_a, weights_b, epsilon, f, g, warm, like, tolerance, goal, budget, patience, report):
+    """Solve one problem; f, g and ``report`` = (error, gap, value, sweeps, code) are filled in."""
+    rows, dead_rows = _split(weights_a)
+    columns, dead_columns = _split(weights_b)
+    n, m = rows.shape[0], columns.shape[0]
+    together = columns[m - 1] == m - 1
+    row = np.empty(m)
+    report[0], report[1], report[2], report[3], report[4] = np.inf, np.inf, 0.0, 0.0, UNSOLVED
+    spread = _range(C, rows, columns, together, row)
+    if spread < 0:
+        report[4] = NONFINITE
+        return
+    a, b = _normalised(weights_a, rows), _normalised(weights_b, columns)
+    h, k = np.empty(n), np.empty(m)
+    for j in range(m):
+        k[j] = g[columns[j]] + epsilon * math.log(b[j]) if warm else 0.0
+    if not _centre(C, rows, columns, together, _SLACK * epsilon if warm else 0.0, h, k, row):
+        return
+    K, u, v, p, q = np.empty((n, m), like.dtype), np.empty(n), np.empty(m), np.empty(n), np.empty(m)
+    _copy(a, p)
+    _reset(v)
+    budget = min(budget, patience * max(1, min(n, m) - 1) ** 2)
+    spread = 0.0 if warm else spread
+    error, sweeps = _iterate(
+        C, rows, columns, together, epsilon, spread, not warm, a, b, h, k, K, u, q, tolerance, goal, budget
+    )
+    report[0], report[3] = error, sweeps
+    if error == np.inf:
+        return
+    symmetric = _symmetric(C, weights_a, weights_b)
+    if symmetric:
+        # At the solution the two potentials differ by a constant; half of it each way makes the pair symmetric.
+        for i in range(n):
+            mean = (h[i] + epsilon * math.log(u[i]) + k[i]) / 2
+            u[i], v[i] = math.exp((mean - h[i]) / epsilon), math.exp((mean - k[i]) / epsilon)
+        _sums(K, u, v, p, q)
+        error = 0.0
+        for i in range(n):
+            error += abs(p[i] - a[i]) + abs(q[i] - b[i])
+        report[0] = error
+    # From here on with the weights outside the exponential.
+    shift, mass = 0.0, 0.0
+    for i in range(n):
+        h[i] += epsilon * math.log(u[i] / a[i])
+        shift += a[i] * h[i] / 2
+        mass += p[i]
+    for j in range(m):
+        k[j] = h[j] if symmetric else k[j] + epsilon * math.log(v[j] / b[j])
+        shift -= b[j] * k[j] / 2
+    shift = 0.0 if symmetric else shift  # not even by rounding
+    value = -epsilon * (mass - 1)
+    for i in range(n):
+        h[i] -= shift
+        f[rows[i]] = h[i]
+        value += a[i] * h[i]
+    for j in range(m):
+        k[j] += shift
+        g[columns[j]] = k[j]
+        value += b[j] * k[j]
+    report[2] = value
+    report[1] = _gap(C, rows, columns, together, epsilon, a, b, h, k, K, u, v, p)
+    size = 0.0
+    for i in range(n):
+        size = max(size, abs(h[i]))
+    for j in range(m):
+        size = max(size, abs(k[j]))
+    if size * 1e-15 > 0.01 * tolerance * epsilon:
+        # Potentials so large that their rounding is seen in the plan: its error is that of the numbers handed out.
+        report[0] = _remeasure(C, rows, columns, together, epsilon, a, b, h, k, K, u, v, p, q)
+    if report[0] <= tolerance:
+        report[4] = CONVERGED
+    if n < weights_a.shape[0]:
+        for j in range(m):
+            q[j] = k[j] + epsilon * math.log(b[j])
+        _extend(C, False, dead_rows, columns, epsilon, q, like, f)
+    if m < weights_b.shape[0]:
+        for i in range(n):
+            p[i] = h[i] + epsilon * math.log(a[i])
+        _extend(C, True, dead_columns, rows, epsilon, p, like, g)
+
+
+@_compiled(_EXACT)
+def solve(which, C, a, b, epsilon, f, g, warm, like, tolerance, goal, budget, patience, report):
+    """Solve the problems ``which`` of a flat batch.
+
+    Args:
+        which: their indices, int64.
+        C: costs ``(B, n, m)``, float32 or float64, contiguous; +inf forbids a pair.
+        a: weights ``(B, n)``, float64; zero is padding, where costs may be anything.
+        b: weights ``(B, m)``, float64.
+        epsilon: ``(B,)``, float64.
+        f: filled in, ``(B, n)`` float64; finite everywhere.
+        g: the same for the target, ``(B, m)``; where ``warm``, read as the potentials to start from.
+        warm: whether to start from g.
+        like: an array of the precision of the sweeps.
+        tolerance: L1 marginal error to reach.
+        goal: error of the sweeps at which the error is measured.
+        budget: most sweeps.
+        patience: most sweeps are also ``patience`` (min(n, m) - 1)^2, of the atoms of positive weight.
+        report: filled in, ``(B, 5)`` float64: error, duality gap, value, sweeps, code.
+    """
+    for position in range(which.shape[0]):
+        problem = which[position]
+        _solve(
+            C[problem],
+            a[problem],
+            b[problem],
+            epsilon[problem],
+            f[problem],
+            g[problem],
+            warm,
+            like,
+            tolerance,
+            goal,
+            budget,
+            patience,
+            report[problem],
+        )
+
+
+# The linear system of the derivative ----------------------------------------------------------------------------------
+
+_MOST_STEPS = 1000
+
+
+@_compiled(_SUMS)
+def _normal(P, scale, x, y):
+    """y = P^T diag(scale) P x; P is read once."""
+    n, m = P.shape
+    zero = P.dtype.type(0)
+    for j in range(m):
+        y[j] = zero
+    fours = n - n % 4
+    for i in range(0, fours, 4):
+        p0, p1, p2, p3 = P[i], P[i + 1], P[i + 2], P[i + 3]
+        r0, r1, r2, r3 = zero, zero, zero, zero
+        for j in range(m):
+            w = x[j]
+            r0 += p0[j] * w
+            r1 += p1[j] * w
+            r2 += p2[j] * w
+            r3 += p3[j] * w
+        r0, r1, r2, r3 = r0 * scale[i], r1 * scale[i + 1], r2 * scale[i + 2], r3 * scale[i + 3]
+        for j in range(m):
+            y[j] += r0 * p0[j] + r1 * p1[j] + r2 * p2[j] + r3 * p3[j]
+    for i in range(fours, n):
+        p0 = P[i]
+        r0 = zero
+        for j in range(m):
+            r0 += p0[j] * x[j]
+        r0 *= scale[i]
+        for j in range(m):
+            y[j] += r0 * p0[j]
+
+
+@_compiled(_SUMS)
+def _inner(weights, x, y):
+    total = 0.0
+    for j in range(weights.shape[0]):
+        total += weights[j] * x[j] * y[j]
+    return total
+
+
+@_compiled(_SUMS)
+def _centred(weights, x):
+    """Subtract the weighted mean: the kernel of the operator are the constants."""
+    total, mass = 0.0, 0.0
+    for j in range(weights.shape[0]):
+        total += weights[j] * x[j]
+        mass += weights[j]
+    for j in range(weights.shape[0]):
+        x[j] -= total / mass
+
+
+@_compiled(_EXACT)
+def _smallest_ritz(alpha, beta, steps):
+    """Smallest eigenvalue of the tridiagonal matrix of ``steps`` conjugate gradient steps, by bisection (Sturm's count)."""
+    low, high = 0.0, 2.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        pivot, negative = 1.0, False
+        for i in range(steps):
+            diagonal = 1 / alpha[i] + (beta[i - 1] / alpha[i - 1] if i > 0 else 0.0)
+            off = beta[i - 1] / alpha[i - 1] ** 2 if i > 0 else 0.0
+            pivot = diagonal - middle - off / pivot
+            if pivot <= 0:
+                negative = True
+                break
+        if negative:
+            high = middle
+        else:
+            low = middle
+    return (low + high) / 2
+
+
+@_compiled(_EXACT)
+def _pull_back(C, weights_a, weights_b, epsilon, f, g, on_f, on_g, like, rtol, pull, report):
+    """The derivative in the costs of <on_f, f> + <on_g, g>; ``report`` = (relative residual, smallest Ritz value).
+
+    With P the plan and p, q its own marginals, (diag(q) - P^T diag(1/p) P) x = on_g - P^T (on_f / p), then
+    l = on_f - P x and the derivative P_ij (l_i / p_i + x_j).
+    """
+    rows, _ = _split(weights_a)
+    columns, _ = _split(weights_b)
+    n, m = rows.shape[0], columns.shape[0]
+    together = columns[m - 1] == m - 1
+    a, b = _normalised(weights_a, rows), _normalised(weights_b, columns)
+    h, k = np.empty(n), np.empty(m)
+    for i in range(n):
+        h[i] = f[rows[i]] + epsilon * math.log(a[i])
+    for j in range(m):
+        k[j] = g[columns[j]] + epsilon * math.log(b[j])
+    P = np.empty((n, m), like.dtype)
+    stretch = max(1, _STRETCH // m) * m
+    z, rounded = np.empty(stretch), np.empty(stretch, like.dtype)
+    _absorb(C, rows, columns, together, epsilon, h, k, P, z, rounded)
+    p, q, ones = np.empty(n), np.empty(m), np.empty(m)
+    _reset(ones)
+    _reset(h)
+    _sums(P, h, ones, p, q)
+
+    # On the right: h = on_f / p; the size of what enters, before any cancellation, is what the residual is relative to.
+    right, wanted, size, x, direction = np.empty(m), np.empty(m), 0.0, np.zeros(m), np.empty(m)
+    for i in range(n):
+        h[i] = on_f[rows[i]] / p[i]
+    for j in range(m):
+        right[j], k[j] = on_g[columns[j]], abs(on_g[columns[j]])
+    for i in range(n):
+        row, scale = P[i], h[i]
+        for j in range(m):
+            right[j] -= scale * row[j]
+            k[j] += abs(scale) * row[j]
+    for j in range(m):
+        right[j] /= q[j]
+        size += k[j] * k[j] / q[j]
+    _centred(q, right)
+    _copy(right, wanted)
+    size = math.sqrt(size)
+
+    scale, narrow, image = np.empty(n, like.dtype), np.empty(m, like.dtype), np.empty(m, like.dtype)
+    for i in range(n):
+        scale[i] = 1 / p[i]
+    alpha, beta = np.empty(_MOST_STEPS), np.empty(_MOST_STEPS)
+    _copy(right, direction)
+    rho, steps, asked = _inner(q, right, right), 0, rtol
+    least = 1e-6 if like.itemsize == 4 else 1e-14
+    while steps < min(_MOST_STEPS, 4 * m + 20):
+        if math.sqrt(rho) <= asked * size:
+            # The error is the residual divided by the smallest eigenvalue, which is seen only now.
+            ritz = _smallest_ritz(alpha, beta, steps) if steps > 0 else 1.0
+            asked = max(rtol * min(ritz, 1.0), least)
+            if math.sqrt(rho) <= asked * size:
+                break
+        _copy(direction, narrow)
+        _normal(P, scale, narrow, image)
+        for j in range(m):
+            k[j] = direction[j] - image[j] / q[j]
+        curvature = _inner(q, direction, k)
+        if curvature <= 0:
+            break
+        step = rho / curvature
+        for j in range(m):
+            x[j] += step * direction[j]
+            right[j] -= step * k[j]
+        _centred(q, right)
+        before, rho = rho, _inner(q, right, right)
+        alpha[steps], beta[steps] = step, rho / before
+        for j in range(m):
+            direction[j] = right[j] + beta[steps] * direction[j]
+        steps += 1
+    report[1] = _smallest_ritz(alpha, beta, steps) if steps > 0 else np.nan
+    # The residual itself, which may have parted from its recurrence.
+    _copy(x, narrow)
+    _normal(P, scale, narrow, image)
+    for j in range(m):
+        right[j] = wanted[j] - (x[j] - image[j] / q[j])
+    _centred(q, right)
+    report[0] = math.sqrt(_inner(q, right, right)) / size if size > 0 else 0.0
+    for i in range(n):
+        row, total = P[i], 0.0
+        for j in range(m):
+            total += row[j] * x[j]
+        height = (on_f[rows[i]] - total) / p[i]
+        out = pull[rows[i]]
+        if together:
+            for j in range(m):
+                out[j] = row[j] * (height + x[j])
+        else:
+            for j in range(m):
+                out[columns[j]] = row[j] * (height + x[j])
+
+
+@_compiled(_EXACT)
+def pull_back(which, C, a, b, epsilon, f, g, on_f, on_g, like, rtol, pull, report):
+    """Derivative in the costs of <on_f, f> + <on_g, g> at solved potentials, for the problems ``which`` of a flat batch.
+
+    Arguments as for ``solve``, potentials solved.
+
+    Args:
+        on_f: cotangents ``(B, n)``, float64; zero where a = 0.
+        on_g: cotangents ``(B, m)``, float64; zero where b = 0.
+        rtol: relative residual asked of the conjugate gradients.
+        pull: the derivative ``(B, n, m)``, filled in at live pairs.
+        report: ``(B, 2)``, filled in: relative residual, smallest Ritz value of diag(q)^-1 (diag(q) - P^T diag(1/p) P).
+    """
+    for position in range(which.shape[0]):
+        i = which[position]
+        _pull_back(
+            C[i], a[i], b[i], epsilon[i], f[i], g[i], on_f[i], on_g[i], like, rtol, pull[i], report[i]
+        )
