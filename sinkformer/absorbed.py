@@ -179,7 +179,7 @@ class _Stage:
     def _prepare_relaxation(self) -> None:
         self.relaxing = self.relaxable and bool((self.memory.t > 0).any())
         if self.relaxing:
-            t = torch.from_numpy(self.memory.t).to(self.f.device, self.work).view(-1, 1, 1)
+            t = torch.from_numpy(self.memory.t).to(self.work).to(self.f.device).view(-1, 1, 1)
             self.beyond, self.short = 1 + t, 1 - t
             self.beyond_rows, self.short_rows = self.beyond * self.safe_rows, self.short * self.safe_rows
             self.beyond_columns, self.short_columns = self.beyond * self.safe_columns, self.short * self.safe_columns
@@ -287,10 +287,10 @@ class _Stage:
             before = (self.u * sums - self.rows).square_().div_(self.safe_rows).sum(-1)
             quotient = excess.square_().div_(self.safe_columns).sum(-1) / before
         smallest, largest = torch.aminmax(self.v / self.safe_columns + self.padding, dim=-1)
-        return torch.cat((error, quotient, smallest, largest), -1).T.double().cpu().numpy()
+        return torch.cat((error, quotient, smallest, largest), -1).T.cpu().double().numpy()
 
     def _wanted_columns(self) -> Tensor:
-        """B exp(-g / rho_b): what the columns of a penalised problem sum to at its solution."""
+        """Column sums of a penalised problem at its solution, b exp(-g / rho_b)."""
         rho = penalty(self.problems.taus[1], self.epsilon)
         if rho is None:
             return self.columns

@@ -113,7 +113,15 @@ class _Potentials(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, cost: Tensor, a: Tensor, b: Tensor, epsilon: Tensor, f: Tensor, g: Tensor, taus: tuple, how: LinearSolve
+        ctx: Any,
+        cost: Tensor,
+        a: Tensor,
+        b: Tensor,
+        epsilon: Tensor,
+        f: Tensor,
+        g: Tensor,
+        taus: tuple,
+        how: LinearSolve,
     ):
         f, g = f.clone(), g.clone()
         ctx.set_materialize_grads(False)
@@ -184,8 +192,8 @@ class _Value(torch.autograd.Function):
         k = ops.density(cost, f, g, a, b, epsilon)
         plan = a.unsqueeze(-1) * b.unsqueeze(-2) * k
         scale = epsilon.unsqueeze(-1)
-        grad_a = _conjugate(f, rho_a) - scale * ((k - 1) * b.unsqueeze(-2)).sum(-1)
-        grad_b = _conjugate(g, rho_b) - scale * ((k - 1) * a.unsqueeze(-1)).sum(-2)
+        grad_a = conjugate(f, rho_a) - scale * ((k - 1) * b.unsqueeze(-2)).sum(-1)
+        grad_b = conjugate(g, rho_b) - scale * ((k - 1) * a.unsqueeze(-1)).sum(-2)
         exponent = torch.where(k > 0, f.unsqueeze(-1) + g.unsqueeze(-2) - torch.where(k > 0, cost, 0.0), 0.0)
         total = a.sum(-1) * b.sum(-1)
         grad_epsilon = (plan * exponent).sum((-1, -2)) / epsilon - plan.sum((-1, -2)) + total
@@ -208,7 +216,7 @@ class _Value(torch.autograd.Function):
         )
 
 
-def _conjugate(potential: Tensor, rho: Tensor | None) -> Tensor:
+def conjugate(potential: Tensor, rho: Tensor | None) -> Tensor:
     """-rho (exp(-h / rho) - 1), the concave conjugate of the penalty; h itself for the hard constraint."""
     if rho is None:
         return potential
@@ -221,7 +229,7 @@ def dual_value(cost: Tensor, a: Tensor, b: Tensor, epsilon: Tensor, f: Tensor, g
     k = ops.density(cost, f, g, a, b, epsilon)
     # Summed as k - 1: for a large epsilon that multiplies it, the difference of two masses would be rounding.
     excess = (a.unsqueeze(-1) * b.unsqueeze(-2) * (k - 1)).sum((-1, -2))
-    linear = (a * _conjugate(f, rho_a)).sum(-1) + (b * _conjugate(g, rho_b)).sum(-1)
+    linear = (a * conjugate(f, rho_a)).sum(-1) + (b * conjugate(g, rho_b)).sum(-1)
     return linear - epsilon * excess
 
 
@@ -234,7 +242,7 @@ def implicit(
     g: Tensor,
     value: Tensor,
     taus: tuple[float, float],
-    how: LinearSolve = LinearSolve(),  # noqa: B008 - frozen
+    how: LinearSolve = LinearSolve(),
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Attach derivatives to solved potentials and their dual value: ``(f, g, value)`` as functions of the problem.
 

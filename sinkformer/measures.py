@@ -166,6 +166,16 @@ class Measure:
         object.__setattr__(mu, "weights", weights)
         return mu
 
+    @classmethod
+    def _without_points(cls, weights: Tensor) -> Measure:
+        """Measure of given weights on points that carry no information."""
+        _check_float("weights", weights)
+        points = weights.detach().new_zeros(1).expand(weights.shape).unsqueeze(-1)
+        _check_pair(points, weights)
+        if _values_are_visible(weights):
+            _check_weights(weights)
+        return cls._trusted(points, weights)
+
     # Description ------------------------------------------------------------------------------------------------------
 
     @property
@@ -430,11 +440,13 @@ def _check_nonnegative(weights: Tensor) -> None:
 
 
 def _check_weights(weights: Tensor) -> None:
-    _check_nonnegative(weights)
     # Sum in double, so that the check sees the weights and not its own rounding.
-    total = weights.detach().sum(-1, dtype=torch.float32 if weights.device.type == "mps" else torch.float64)
-    off = (total - 1).abs() > mass_tolerance(weights.dtype)
-    if bool(off.any()):
+    weights = weights.detach()
+    total = weights.sum(-1, dtype=torch.float32 if weights.device.type == "mps" else torch.float64)
+    off = ~((total - 1).abs() <= mass_tolerance(weights.dtype))
+    # One look for the usual case; NaN compares as wrong.
+    if weights.numel() and bool(off.any() | ~(weights.amin() >= 0)):
+        _check_nonnegative(weights)
         raise WeightError(
             f"expected weights summing to 1, received a sum of {total[off][0].item():.9g} at batch element {_first(off)}; "
             f"use Measure.normalized(points, weights)"
@@ -443,6 +455,11 @@ def _check_weights(weights: Tensor) -> None:
 
 def _usable_points(points: Tensor, weights: Tensor) -> Tensor:
     """The points, with what marks padding replaced by zero; raises if a live atom has no finite coordinates."""
+    largest = torch.finfo(points.dtype).max
+    # Fourth root: a squared norm, and its product with another, stay finite. Half precision has no room for that.
+    limit = largest**0.25 if largest > 1e30 else largest
+    if _values_are_visible(points) and points.numel() and bool(points.detach().abs().amax() <= limit):
+        return points
     if _values_are_visible(points) and _values_are_visible(weights):
         bad = ~torch.isfinite(points).all(-1) & (weights > 0)
         if bool(bad.any()):
@@ -450,9 +467,6 @@ def _usable_points(points: Tensor, weights: Tensor) -> Tensor:
                 f"expected finite points, received a NaN or infinity in the atom at index {_first(bad)}, whose weight is "
                 f"positive; give it weight zero to ignore it"
             )
-    largest = torch.finfo(points.dtype).max
-    # Fourth root: a squared norm, and its product with another, stay finite. Half precision has no room for that.
-    limit = largest**0.25 if largest > 1e30 else largest
     unusable = (weights == 0).unsqueeze(-1) & ~(points.abs() <= limit)
     return points.masked_fill(unusable, 0.0)
 

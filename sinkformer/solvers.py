@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple, TypedDict
 import torch
 from torch import Tensor
 
-from sinkformer import ops, semidual
+from sinkformer import ops, semidual, streamed
 from sinkformer._numerics import marginal_tolerance, pairing, penalty, potential_dtype, relative_entropy, working_dtype
 from sinkformer._typing import CostMatrix, PerProblem, Potential
 from sinkformer.costs import Cost, Matrix, SqEuclidean, as_cost
@@ -45,6 +45,8 @@ Gradient = Literal["implicit", "unrolled"]
 _LEAST_IN_FLOAT32 = 2e-5
 # Compiled sweeps before Newton's method: at most so many, and for small problems this times (min(n, m) - 1)^2.
 _MOST_BEFORE_NEWTON, _PATIENCE = 1500, 16
+# Sweeps after which a problem with forbidden pairs is asked whether it has a solution: the easy ones are done by then.
+_MASKED_BUDGET = 50
 
 
 class SinkhornOptions(TypedDict, total=False):
@@ -121,8 +123,7 @@ def sinkhorn(
     mu, nu = as_measure(mu), as_measure(nu)
     check_compatible(mu, nu)
     _check_options(tau_a, tau_b, tolerance, max_iterations, annealing, gradient, gradient_tolerance, on_failure)
-    matrix, scale = cost_matrix(mu, nu, cost, mask), check_epsilon(epsilon, mu)
-    wide = potential_dtype(mu.device)
+    scale, wide = check_epsilon(epsilon, mu), potential_dtype(mu.device)
     if tolerance is None:
         tolerance = marginal_tolerance(working_dtype(mu.dtype))
     if gradient_tolerance is not None:
@@ -136,23 +137,22 @@ def sinkhorn(
         unrolled=unrolled,
         from_points=mask is None and not isinstance(cost, Matrix),
     )
-    problem = _Problem(
-        matrix.reshape(-1, mu.n, nu.n),
-        mu.weights.reshape(-1, mu.n),
-        nu.weights.reshape(-1, nu.n),
-        scale.reshape(-1),
-        taus,
-    )
+    a, b, epsilons = mu.weights.reshape(-1, mu.n), nu.weights.reshape(-1, nu.n), scale.reshape(-1)
+    options = {
+        "tolerance": tolerance,
+        "max_iterations": max_iterations,
+        "init": None if init is None else _check_init(init, mu, nu, wide),
+        "engine": engine,
+        "rtol": tolerance if gradient_tolerance is None else gradient_tolerance,
+    }
     with torch.autocast(mu.device.type, enabled=False):
-        solution = problem.solve(
-            tolerance=tolerance,
-            max_iterations=max_iterations,
-            init=None if init is None else _check_init(init, mu, nu, wide),
-            annealing=None if init is not None or unrolled else annealing,
-            unrolled=unrolled,
-            engine=engine,
-            rtol=tolerance if gradient_tolerance is None else gradient_tolerance,
-        )
+        if engine.backend == "streamed":
+            solution = _streamed(_pair_costs(mu, nu, cost, mask), a, b, epsilons, taus, **options)
+        else:
+            matrix = cost_matrix(mu, nu, cost, mask).reshape(-1, mu.n, nu.n)
+            solution = _Problem(matrix, a, b, epsilons, taus).solve(
+                **options, annealing=None if init is not None or unrolled else annealing, unrolled=unrolled
+            )
     solution = solution.map(lambda t: t.reshape((*batch, *t.shape[1:])))
     report(solution, on_failure)
     return solution
@@ -160,9 +160,7 @@ def sinkhorn(
 
 def as_measure(mu: Measure | Tensor) -> Measure:
     """A measure as it is; bare weights ``(*batch, n)`` become one whose points carry no information."""
-    return (
-        mu if isinstance(mu, Measure) or not isinstance(mu, Tensor) else Measure(torch.zeros_like(mu).unsqueeze(-1), mu)
-    )
+    return Measure._without_points(mu) if isinstance(mu, Tensor) else mu
 
 
 def check_weights_have_costs(mu: Measure | Tensor, nu: Measure | Tensor, cost: Cost) -> None:
@@ -188,6 +186,18 @@ def cost_matrix(mu: Measure, nu: Measure, cost: Cost, mask: CostMatrix | None) -
     if matrix.device != mu.device:
         raise DeviceError(f"expected the cost on {mu.device} as the measures, received it on {matrix.device}")
     return matrix if mask is None else matrix.to(wide) + check_mask(mask, shape, mu.device).to(wide)
+
+
+def _pair_costs(mu: Measure, nu: Measure, cost: Cost, mask: CostMatrix | None) -> streamed.PairCosts:
+    """The same for a flat batch, evaluated in blocks when asked for."""
+    shape = (*mu.batch_shape, mu.n, nu.n)
+    cost.check_shape(shape)
+    if isinstance(cost, Matrix):
+        cost = Matrix(cost.values.reshape(-1, mu.n, nu.n))
+    if mask is not None:
+        mask = check_mask(mask, shape, mu.device).reshape(-1, mu.n, nu.n)
+    x, y = mu.points.reshape(-1, mu.n, mu.d), nu.points.reshape(-1, nu.n, nu.d)
+    return streamed.PairCosts(cost, x, y, mask)
 
 
 def check_mask(mask: Tensor, shape: tuple[int, ...], device: torch.device) -> Tensor:
@@ -266,6 +276,76 @@ def _check_init(init: Any, mu: Measure, nu: Measure, dtype: torch.dtype) -> tupl
     return f.detach().to(dtype).reshape(-1, mu.n), g.detach().to(dtype).reshape(-1, nu.n)
 
 
+def _normalised(weights: Tensor, wide: torch.dtype) -> Tensor:
+    """Weights of sum one in float64: two totals that differ by the rounding of the inputs let the dual drift."""
+    weights = weights.to(wide)
+    return weights / weights.sum(-1, keepdim=True)
+
+
+def _in_gauge(f: Tensor, g: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """The pair with <a, f> = <b, g>."""
+    shift = ((a * f).sum(-1) - (b * g).sum(-1)).unsqueeze(-1) / 2
+    return f - shift, g + shift
+
+
+def _streamed(
+    costs: streamed.PairCosts,
+    a: Tensor,
+    b: Tensor,
+    epsilon: Tensor,
+    taus: tuple[float, float],
+    *,
+    tolerance: float,
+    max_iterations: int,
+    init: tuple[Tensor, Tensor] | None,
+    engine: dispatch.Choice,
+    rtol: float,
+) -> Solution:
+    """A flat batch whose matrices are never made."""
+    work = working_dtype(a.dtype)
+    a, b = _normalised(a, epsilon.dtype), _normalised(b, epsilon.dtype)
+    problem = (a, b, epsilon)
+    f, g, iterations = streamed.solve(
+        costs, *problem, taus, work=work, tolerance=tolerance or -1.0, max_iterations=max_iterations, init=init
+    )
+    if taus == (1.0, 1.0):
+        f, g = _in_gauge(f, g, a, b)
+    error, gap, value = streamed.quality(costs, *problem, f, g, taus)
+    enough = tolerance if tolerance else marginal_tolerance(work)
+    codes = torch.where(error <= enough, int(Status.CONVERGED), int(Status.MAX_ITERATIONS))
+    codes = codes.masked_fill(error.isnan(), int(Status.NONFINITE)).to(torch.int8)
+    how = LinearSolve(rtol, conditioning=torch.full_like(error, torch.nan))
+    f, g, value = streamed.implicit(costs, *problem, f, g, value, taus, how, work=work)
+    outcome = _Outcome(f, g, value, error, gap, iterations, codes)
+    return _solution(outcome, a, b, tolerance, taus, work, how, engine)
+
+
+def _solution(
+    outcome: _Outcome,
+    a: Tensor,
+    b: Tensor,
+    tolerance: float,
+    taus: tuple[float, float],
+    work: torch.dtype,
+    how: LinearSolve,
+    engine: dispatch.Choice,
+) -> Solution:
+    """The outcome, differentiable or not, in its gauge; NaN where there is no solution."""
+    f, g, value, error, gap, iterations, codes = outcome
+    if taus == (1.0, 1.0) and (f.requires_grad or g.requires_grad):
+        # They are in their gauge; now their derivatives are.
+        in_gauge = _in_gauge(f, g, a, b)
+        f, g = (h.detach() + (moved - moved.detach()) for h, moved in zip((f, g), in_gauge, strict=True))
+    lost = codes == int(Status.NONFINITE)
+    if bool(lost.any()):
+        f, g = (h.masked_fill(lost.unsqueeze(-1), torch.nan) for h in (f, g))
+        value, error, gap = (t.masked_fill(lost, torch.nan) for t in (value, error, gap))
+    # A lower bound beyond float32 is a lower bound all the same.
+    value = value.clamp_min(torch.finfo(work).min).to(work)
+    assert how.conditioning is not None
+    return Solution(f, g, value, error, gap, iterations, codes, tolerance, taus, how.conditioning, engine)
+
+
 class _Outcome(NamedTuple):
     """How a flat batch ended, outside the graph, in the dtype of potentials; ``codes`` are int8."""
 
@@ -276,6 +356,10 @@ class _Outcome(NamedTuple):
     gap: Tensor
     iterations: Tensor
     codes: Tensor
+
+    def put(self, index: Tensor, part: _Outcome) -> _Outcome:
+        """With the problems at ``index`` replaced."""
+        return _Outcome(*(whole.index_copy(0, index, new) for whole, new in zip(self, part, strict=True)))
 
 
 @dataclass
@@ -300,54 +384,39 @@ class _Problem:
         rtol: float,
     ) -> Solution:
         wide, work = self.epsilon.dtype, working_dtype(self.a.dtype)
-        given_a, given_b = self.a.to(wide), self.b.to(wide)
-        # The two totals differ by the rounding of the inputs, and the dual drifts by that difference at every sweep.
-        a, b = given_a / given_a.sum(-1, keepdim=True), given_b / given_b.sum(-1, keepdim=True)
-        inputs = (self.cost, a, b, self.epsilon)
-        graph = torch.is_grad_enabled() and any(t.requires_grad for t in inputs)
+        a, b = _normalised(self.a, wide), _normalised(self.b, wide)
+        cost = self.cost
+        graph = torch.is_grad_enabled() and any(t.requires_grad for t in (cost, a, b, self.epsilon))
         options = {"tolerance": tolerance, "max_iterations": max_iterations, "init": init, "work": work}
 
         if engine.backend == "cpu":
             with torch.no_grad():
-                fixed = replace(self, a=a, b=b)._detached()
-                outcome = fixed._compiled(**options)
-                nonfinite = outcome.codes == Status.NONFINITE
-            cost = _cleaned(self.cost, a, b)[0] if graph else self.cost
+                outcome = replace(self, a=a, b=b)._detached()._compiled(**options)
+            cost = _cleaned(cost, a, b)[0] if graph else cost
         else:
-            cost, nonfinite = _cleaned(self.cost.to(wide), a, b)
-            problem = replace(self, cost=cost, a=a, b=b)
+            cost, nonfinite = _cleaned(cost.to(wide), a, b)
+            name = "reference" if engine.backend == "reference" else "absorbed"
             with torch.set_grad_enabled(unrolled and torch.is_grad_enabled()):
-                name = "reference" if engine.backend == "reference" else "absorbed"
-                outcome = problem._swept(**options, annealing=annealing, unrolled=unrolled, engine=name)
+                outcome = replace(self, cost=cost, a=a, b=b)._swept(
+                    **options, annealing=annealing, unrolled=unrolled, engine=name
+                )
             outcome = outcome._replace(codes=outcome.codes.masked_fill(nonfinite, int(Status.NONFINITE)))
 
+        how = LinearSolve(rtol, engine.backend == "cpu", torch.full_like(outcome.error, torch.nan))
         f, g, value = outcome.f, outcome.g, outcome.value
-        conditioning = torch.full_like(outcome.error, torch.nan)
         if unrolled:
             value = dual_value(cost, a, b, self.epsilon, f, g, self.taus)
         elif graph:
-            how = LinearSolve(rtol, engine.backend == "cpu", conditioning)
             f, g, value = implicit(cost, a, b, self.epsilon, f, g, value, self.taus, how)
-        if self.taus == (1.0, 1.0) and (graph or engine.backend != "cpu"):
-            shift = ((a * f).sum(-1) - (b * g).sum(-1)).unsqueeze(-1) / 2
-            f, g = f - shift, g + shift
-        error, gap = outcome.error, outcome.gap
-        if bool(nonfinite.any()):
-            lost = nonfinite.unsqueeze(-1)
-            f, g = f.masked_fill(lost, torch.nan), g.masked_fill(lost, torch.nan)
-            value, error, gap = (t.masked_fill(nonfinite, torch.nan) for t in (value, error, gap))
-        # A lower bound beyond float32 is a lower bound all the same.
-        value = value.clamp_min(torch.finfo(work).min).to(work)
-        numbers = (value, error, gap, outcome.iterations, outcome.codes, tolerance)
-        return Solution(f, g, *numbers, self.taus, conditioning, engine)
+        return _solution(outcome._replace(f=f, g=g, value=value), a, b, tolerance, self.taus, work, how, engine)
 
     def _detached(self) -> _Problem:
-        return replace(self, cost=self.cost.detach(), a=self.a.detach(), b=self.b.detach(), epsilon=self.epsilon.detach())
+        return replace(
+            self, cost=self.cost.detach(), a=self.a.detach(), b=self.b.detach(), epsilon=self.epsilon.detach()
+        )
 
     def _at(self, index: Tensor) -> _Problem:
-        return replace(
-            self, cost=self.cost[index], a=self.a[index], b=self.b[index], epsilon=self.epsilon[index]
-        )
+        return replace(self, cost=self.cost[index], a=self.a[index], b=self.b[index], epsilon=self.epsilon[index])
 
     def _compiled(
         self, *, tolerance: float, max_iterations: int, init: tuple[Tensor, Tensor] | None, work: torch.dtype
@@ -357,23 +426,38 @@ class _Problem:
         cost = (self.cost if narrow else self.cost.to(self.epsilon.dtype)).contiguous()
         # Newton's method needs some tens of steps whatever the size, a sweep costs the kernels next to nothing.
         handed_over = tolerance > 0 and min(self.cost.shape[1:]) <= semidual.MOST_ATOMS
-        solved = ops.cpu.solve(
-            cost,
-            self.a,
-            self.b,
-            self.epsilon,
-            tolerance=tolerance or -1.0,  # zero asks for all iterations, even past an error that happens to vanish
-            budget=min(max_iterations, _MOST_BEFORE_NEWTON) if handed_over else max_iterations,
-            patience=_PATIENCE if handed_over else None,
-            start=None if init is None else init[1],
-        )
-        outcome = _Outcome(
-            solved.f, solved.g, solved.value, solved.error, solved.gap, solved.sweeps, solved.codes
-        )
+
+        def run(which: slice | Tensor, masked_budget: int | None) -> _Outcome:
+            solved = ops.cpu.solve(
+                cost[which],
+                self.a[which],
+                self.b[which],
+                self.epsilon[which],
+                tolerance=tolerance or -1.0,  # zero asks for all iterations, even past an error that happens to vanish
+                budget=min(max_iterations, _MOST_BEFORE_NEWTON) if handed_over else max_iterations,
+                patience=_PATIENCE if handed_over else None,
+                masked_budget=masked_budget,
+                start=None if init is None else init[1][which],
+            )
+            return _Outcome(solved.f, solved.g, solved.value, solved.error, solved.gap, solved.sweeps, solved.codes)
+
+        outcome = run(slice(None), min(_MASKED_BUDGET, max_iterations) if tolerance else None)
         if tolerance == 0:
             enough = outcome.error <= marginal_tolerance(work)
             return outcome._replace(codes=outcome.codes.masked_fill(enough, int(Status.CONVERGED)))
-        left = (solved.codes == int(Status.MAX_ITERATIONS)).nonzero().flatten()
+        left = (outcome.codes == int(Status.MAX_ITERATIONS)).nonzero().flatten()
+        if not len(left):
+            return outcome
+        # Couplings that do not exist: nothing is gained by iterating.
+        hopeless = infeasible(self.cost[left], self.a[left], self.b[left])
+        outcome.codes[left[hopeless]] = int(Status.INFEASIBLE)
+        left = left[~hopeless]
+        stopped = (
+            left[(self.cost[left] == torch.inf).flatten(1).any(-1)] if max_iterations > _MASKED_BUDGET else left[:0]
+        )
+        if len(stopped):
+            outcome = outcome.put(stopped, run(stopped, None))
+            left = left[outcome.codes[left] == int(Status.MAX_ITERATIONS)]
         if not len(left):
             return outcome
         rest = self._at(left)
@@ -388,10 +472,10 @@ class _Problem:
         # Whichever is closer to a solution; iterations were spent on both, and only the second was asked why it failed.
         better = again.error < outcome.error[left]
         merged = [
-            torch.where(better.view(-1, *[1] * (new.dim() - 1)), new, old[left]) for old, new in zip(outcome, again, strict=True)
+            torch.where(better.view(-1, *[1] * (new.dim() - 1)), new, old[left])
+            for old, new in zip(outcome, again, strict=True)
         ]
-        again = _Outcome(*merged)._replace(iterations=again.iterations, codes=again.codes)
-        return _Outcome(*(whole.index_copy(0, left, part) for whole, part in zip(outcome, again, strict=True)))
+        return outcome.put(left, _Outcome(*merged)._replace(iterations=again.iterations, codes=again.codes))
 
     def _swept(
         self,
@@ -410,7 +494,9 @@ class _Problem:
         loop = Loop.prepare(self.cost, a, b, self.epsilon, self.taus, work, annealing, unrolled, engine)
         # Room for the rounding of the loop, whose error is measured in float64 below.
         share = 0.5 if work == torch.float32 else 0.99
-        f, g, iterations = loop.run(share * tolerance if tolerance else -1.0, max_iterations, init)
+        f, g, iterations = loop.run(share * tolerance if tolerance else -1.0, max_iterations, init, spent)
+        if self.taus == (1.0, 1.0):
+            f, g = _in_gauge(f, g, a, b)
         with torch.no_grad():
             fixed = self._detached()
             error, gap, value = fixed._quality(f.detach(), g.detach())

@@ -23,8 +23,7 @@ from sinkformer._numerics import penalty, potential_dtype, safe_divide, safe_log
 from sinkformer._typing import CostMatrix, Features, PerProblem, Potential, Weights
 from sinkformer.certificates import penalised_gap, rounded_gap
 from sinkformer.costs import Cost, Matrix, NegativeDot, SqEuclidean
-from sinkformer.differentiation import LinearSolve
-from sinkformer.differentiation import _conjugate as conjugate
+from sinkformer.differentiation import LinearSolve, conjugate
 from sinkformer.errors import BackendError
 from sinkformer.relaxation import Relaxation
 
@@ -48,8 +47,9 @@ _SHARE = 0.5
 # A relaxed pair this many tolerances away is tried with a plain update.
 _NEARLY = 1.5
 _CHECK_EVERY = 10
-# Epsilon starts at this share of the range of the cost, and shrinks by this factor at every sweep.
-_ANNEALED_FROM, _ANNEALING = 0.3, 0.7
+# Epsilon starts at this share of the range of the cost. It shrinks by the factor once the error is small, or after so many
+# sweeps: without the wait a 2 x 2 problem takes cost / epsilon sweeps.
+_ANNEALED_FROM, _ANNEALING, _ON_THE_WAY, _LONGEST_STAY = 0.3, 0.5, 0.1, 20
 # Most steps of conjugate gradients, and the relative residual below which blocks in float32 are no use.
 _MOST_CG_STEPS, _FLOAT32_RTOL = 1000, 1e-5
 
@@ -157,6 +157,7 @@ def _rows(cost: Cost, x: Tensor, y: Tensor, start: int, stop: int) -> Tensor:
 # The iteration -------------------------------------------------------------------------------------------------------
 
 
+@torch.no_grad()
 def solve(
     costs: PairCosts,
     a: Weights,
@@ -223,7 +224,7 @@ def _solve(
     coarse, goal = work != pairs.wide, tolerance
     if coarse:  # below the noise, sweeps in float32 would follow the rounding of the costs
         goal = max(_SHARE * tolerance, _FLOAT32_NOISE * seen.largest / epsilon)
-    pace, plain, best, idle, spent = _Pace(a), False, math.inf, 0, 0
+    pace, plain, best, idle, stayed, spent = _Pace(a), False, math.inf, 0, 0, 0
     for spent in range(1, max_iterations + 1):
         if spent == max_iterations:
             temperature, plain, coarse = epsilon, True, False
@@ -232,8 +233,8 @@ def _solve(
         t = 0.0 if plain or temperature > epsilon else pace.t
         sweep = _sweep(pairs, f, g, a, b, seen.alone, temperature, taus[0], t)
         f = sweep.f
+        error = float(sweep.row_error + _column_error(sweep.log_columns, g, b, temperature, taus[1]))
         if temperature == epsilon:
-            error = float(sweep.row_error + _column_error(sweep.log_columns, g, b, epsilon, taus[1]))
             best, idle = (error, 0) if error < best else (best, idle + 1)
             reached = t == 0 and error <= goal
             if (reached and not coarse) or spent == max_iterations:
@@ -244,7 +245,9 @@ def _solve(
             plain = reached or error <= _NEARLY * goal
             coarse = coarse and not reached and idle < _PATIENCE
         g = _update(sweep.log_columns, g, b, seen.alone, temperature, taus[1], t)
-        temperature = max(epsilon, _ANNEALING * temperature)
+        stayed += 1
+        if error <= _ON_THE_WAY or stayed == _LONGEST_STAY:
+            temperature, stayed = max(epsilon, _ANNEALING * temperature), 0
     if pairs.void is not None:
         void = pairs.void[1].nonzero().flatten()
         log_columns = _log_columns(pairs, f / epsilon + safe_log(a), epsilon, void)

@@ -100,7 +100,11 @@ class Loop:
         unrolled: bool,
         engine: Engine = "absorbed",
     ) -> Loop:
-        """Centre the costs; everything in the dtype of potentials, the sums of the sweeps in ``work``."""
+        """Centre the costs; everything in the dtype of potentials, the sums of the sweeps in ``work``.
+
+        Annealing is for the reference engine: the absorbed kernel starts at epsilon itself. Unrolled iterations and
+        problems with one side free (tau = 0) are swept by the reference, whatever ``engine`` says.
+        """
         detached = cost.detach()
         masked = bool(detached.numel()) and not bool(detached.amax() < torch.inf)
         allowed = detached < torch.inf if masked else None
@@ -141,10 +145,19 @@ class Loop:
         )
 
     def run(
-        self, tolerance: float, max_iterations: int, init: tuple[Tensor, Tensor] | None
+        self,
+        tolerance: float,
+        max_iterations: int,
+        init: tuple[Tensor, Tensor] | None,
+        spent: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """``(f, g, iterations)``: potentials of the given costs, f an exact update of g unless symmetric."""
+        """``(f, g, iterations)``: potentials of the given costs, f an exact update of g unless symmetric.
+
+        ``spent`` are iterations, ``(B,)``, that another engine has made to arrive at ``init``.
+        """
         state = self._start(init)
+        if spent is not None:
+            state.iterations = spent
         if self.unrolled:
             state = self._sweep(state, max_iterations, max_iterations, tolerance)
             state.f = self._half(self.cost, state.g, safe_log(self.b), self.epsilon, self.taus[0])
@@ -164,7 +177,8 @@ class Loop:
 
     def _iterate(self, state: State, tolerance: float, max_iterations: int) -> tuple[State, Tensor]:
         """``(state, hopeless)``: all problems done, and which of them have no solution."""
-        sweeps, coupled = self._sweeps_first(), self.taus == (1.0, 1.0)
+        coupled = self.taus == (1.0, 1.0)
+        sweeps = (self._sweeps_first() - state.iterations).clamp_min(0)
         hopeless = torch.zeros_like(state.done)
         if self.masked and coupled:
             early = sweeps.clamp_max(_PATIENCE)

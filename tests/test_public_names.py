@@ -20,6 +20,7 @@ from sinkformer import (
     solvers,
     testing,
 )
+from sinkformer.ops import cpu, dispatch
 
 PACKAGE = {
     "Cost",
@@ -36,11 +37,14 @@ PACKAGE = {
     "Status",
     "costs",
     "errors",
+    "explain",
     "losses",
     "plots",
     "sinkhorn",
     "testing",
     "text",
+    "use_backend",
+    "warm_up",
 }
 
 ROOMS = {
@@ -55,6 +59,7 @@ ROOMS = {
     plans: {"Conditional", "Plan", "TopK"},
     encoders: {"Block", "Encoder", "GatedMLP", "MeasureAttention"},
     errors: {
+        "BackendError",
         "ConfigError",
         "ConvergenceError",
         "ConvergenceWarning",
@@ -73,6 +78,8 @@ ROOMS = {
         "TextWarning",
         "WeightError",
     },
+    dispatch: {"Choice", "choose", "explain", "use_backend"},
+    cpu: {"Solved", "pull_back", "solve", "unavailable", "warm_up"},
     losses: {"entropic_w1", "fenchel_young", "kl", "total_variation"},
     measures: {"Measure", "check_compatible", "select"},
     models: {"SinkhornTransformer", "SinkhornTransformerConfig"},
@@ -131,7 +138,7 @@ MEMBERS = {
         "to_dense",
         "topk",
     },
-    sf.Solution: {"converged", "map", "potentials", "status", "taus", "transposed", "worst"},
+    sf.Solution: {"converged", "map", "potentials", "status", "transposed", "worst"},
 }
 
 
@@ -176,7 +183,8 @@ def test_parameters_of_the_main_functions():
     def parameters(function):
         return list(inspect.signature(function).parameters)
 
-    options = ["mask", "tau_a", "tau_b", "tolerance", "max_iterations", "init", "annealing", "gradient", "on_failure"]
+    options = ["mask", "tau_a", "tau_b", "tolerance", "max_iterations", "init", "annealing", "gradient"]
+    options += ["gradient_tolerance", "on_failure"]
     assert parameters(sf.sinkhorn) == ["mu", "nu", "cost", "epsilon", *options]
     assert list(solvers.SinkhornOptions.__annotations__) == options
     assert parameters(sf.Coupling.solve) == ["mu", "nu", "cost", "epsilon", "features", "maps", "options"]

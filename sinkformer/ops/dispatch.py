@@ -57,9 +57,7 @@ def use_backend(backend: Backend | None) -> Iterator[None]:
         _forced.reset(token)
 
 
-def choose(
-    device: torch.device, taus: tuple[float, float], pairs: int, *, unrolled: bool, from_points: bool
-) -> Choice:
+def choose(device: torch.device, taus: tuple[float, float], pairs: int, *, unrolled: bool, from_points: bool) -> Choice:
     """The engine for a batch of problems.
 
     Args:

@@ -204,7 +204,7 @@ def smallest_ritz(steps: list[Tensor], ratios: list[Tensor], like: Tensor) -> Te
     inverse = safe_divide(torch.ones_like(alpha), alpha)
     before = torch.cat([torch.zeros_like(alpha[..., :1]), (beta * inverse)[..., :-1]], -1)
     # Behind the end of a problem: an eigenvalue that is never the smallest, and no connection to it.
-    diagonal = torch.where(taken, inverse + before, torch.finfo(alpha.dtype).max**0.25)
+    diagonal = torch.where(taken, inverse + before, torch.finfo(alpha.dtype).max ** 0.25)
     off = torch.where(taken[..., 1:], beta[..., :-1].clamp_min(0.0).sqrt() * inverse[..., :-1], 0.0)
     matrix = torch.diag_embed(diagonal) + torch.diag_embed(off, 1) + torch.diag_embed(off, -1)
     smallest = torch.linalg.eigvalsh(matrix)[..., 0]

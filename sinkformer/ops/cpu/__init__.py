@@ -109,6 +109,7 @@ def solve(
     tolerance: float,
     budget: int,
     patience: int | None = None,
+    masked_budget: int | None = None,
     start: Tensor | None = None,
 ) -> Solved:
     """Solve a flat batch of balanced problems, each by itself.
@@ -121,6 +122,7 @@ def solve(
         epsilon: ``(B,)``, float64.
         tolerance: L1 marginal error to reach.
         budget: most sweeps of a problem.
+        masked_budget: most sweeps of a problem with forbidden pairs, which may have no solution.
         patience: most sweeps are also ``patience`` (min(n, m) - 1)^2; for whoever has something better for small problems.
         start: potentials g ``(B, m)`` to start from, float64.
     """
@@ -132,7 +134,8 @@ def solve(
     report = epsilon.new_empty((B, 5))
     goal = 0.99 * tolerance - (_MARGIN if like.dtype == np.float32 else 0.0)
     shared = [_numpy(t) for t in (cost, a, b, epsilon, f, g)]
-    rest = (start is not None, like, float(tolerance), goal, int(budget), int(budget if patience is None else patience), _numpy(report))
+    budgets = [int(budget if most is None else most) for most in (budget, patience, masked_budget)]
+    rest = (start is not None, like, float(tolerance), goal, *budgets, _numpy(report))
     _in_parts(_load().solve, a, b, 20, lambda which: (which, *shared, *rest))
     error, gap, value, sweeps, codes = report.unbind(-1)
     return Solved(f, g, error, gap, value, sweeps.to(torch.int64), codes.to(torch.int8))
