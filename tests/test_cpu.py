@@ -1,5 +1,6 @@
 """The compiled kernels: right in every corner the references are right in, on any thread, in any process."""
 
+import importlib.util
 import logging
 import math
 import os
@@ -45,25 +46,35 @@ def l1_error(cost, a, b, f, g, epsilon):
 # Pieces ---------------------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture(scope="module")
+def pieces():
+    """The kernels as plain Python: what debuggers and coverage see, and the only door to their parts."""
+    spec = importlib.util.spec_from_file_location("plain_kernels", kernels.__file__)
+    module = importlib.util.module_from_spec(spec)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("numba.njit", lambda **_: lambda function: function)
+        spec.loader.exec_module(module)
+    with np.errstate(all="ignore"):
+        yield module
+
+
 @pytest.mark.parametrize(("dtype", "error", "lowest"), [(np.float32, 3e-7, -87.0), (np.float64, 1e-15, -708.0)])
-def test_exponentials(dtype, error, lowest):
+def test_exponentials(pieces, dtype, error, lowest):
     z = np.concatenate([np.linspace(lowest + 1, 80, 1001), [0.0, -1e-9, lowest - 1, -1e30, -INF]])
     out = np.empty(len(z), dtype)
-    kernels._exponentials_32(z, out, np.empty_like(out)) if dtype == np.float32 else kernels._exponentials_64(
-        z, out, np.empty_like(out)
-    )
+    pieces._exponentials(z, out, np.empty_like(out))
     np.testing.assert_allclose(out[:-3], np.exp(z[:-3]), rtol=error)
     assert (out[-3:] == 0).all(), "exactly zero, not only small"
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize(("n", "m"), [(1, 1), (3, 5), (4, 8), (9, 33)])
-def test_a_plain_sweep(n, m, dtype):
+def test_a_plain_sweep(pieces, n, m, dtype):
     generator = np.random.default_rng(0)
     K, u, v = generator.random((n, m)).astype(dtype), np.ones(n, dtype), np.ones(m, dtype)
     a, b = np.full(n, 1 / n, dtype), np.full(m, 1 / m, dtype)
     x = np.empty(n, dtype)
-    errors = kernels._sweep(K, u, v, a, b, np.empty(m, dtype), x, 0.0)
+    errors = pieces._sweep(K, u, v, a, b, np.empty(m, dtype), x, 0.0)
     wide = K.astype(float)
     expected_u = a / wide.sum(1)
     expected_v = b / (wide.T @ expected_u)
@@ -77,9 +88,9 @@ def test_a_plain_sweep(n, m, dtype):
 
 
 @pytest.mark.parametrize("t", [0.0, 0.3, 0.9])
-def test_the_relaxed_update_is_monotone_symmetric_and_close_to_the_power(t):
+def test_the_relaxed_update_is_monotone_symmetric_and_close_to_the_power(pieces, t):
     x = np.exp(np.linspace(-6, 6, 101))
-    relaxed = np.array([kernels._relaxed(1.0, 1.0, y, 1 + t, 1 - t)[0] for y in x])
+    relaxed = np.array([pieces._relaxed(1.0, 1.0, y, 1 + t, 1 - t)[0] for y in x])
     assert (relaxed > 0).all()
     assert (np.diff(relaxed) > 0).all()
     np.testing.assert_allclose(relaxed * relaxed[::-1], 1, rtol=1e-12)
@@ -87,28 +98,46 @@ def test_the_relaxed_update_is_monotone_symmetric_and_close_to_the_power(t):
     np.testing.assert_allclose(relaxed[near], x[near] ** (1 + t), rtol=2e-3)
 
 
-def test_the_smallest_ritz_value_is_an_eigenvalue():
+def test_the_smallest_ritz_value_is_an_eigenvalue(pieces):
     generator = np.random.default_rng(0)
     alpha, beta = generator.random(9) + 0.6, generator.random(9)
     diagonal = 1 / alpha + np.concatenate([[0], beta[:-1] / alpha[:-1]])
     off = np.sqrt(beta[:-1]) / alpha[:-1]
     matrix = np.diag(diagonal) + np.diag(off, 1) + np.diag(off, -1)
-    assert kernels._smallest_ritz(alpha, beta, 9) == pytest.approx(np.linalg.eigvalsh(matrix)[0], rel=1e-9)
+    assert pieces._smallest_ritz(alpha, beta, 9) == pytest.approx(np.linalg.eigvalsh(matrix)[0], rel=1e-9)
 
 
-def test_the_rate_grows_where_sweeps_are_slow_and_pauses_where_the_error_grows():
+def test_the_rate_grows_where_sweeps_are_slow_and_pauses_where_the_error_grows(pieces):
     rate = np.empty(8)
-    kernels._first_rate(rate)
-    kernels._adjust(rate, 0.4, 0.99)
-    assert rate[kernels._T] == pytest.approx(2 / (1 + math.sqrt(0.1)) - 1), (
+    pieces._first_rate(rate)
+    pieces._adjust(rate, 0.4, 0.99)
+    assert rate[pieces._T] == pytest.approx(2 / (1 + math.sqrt(0.1)) - 1), (
         "far away the estimate is not believed beyond 0.9"
     )
-    first = rate[kernels._T]
+    first = rate[pieces._T]
     for error in (0.3, 0.29, 0.28):
-        kernels._adjust(rate, error, 0.0)
-    assert rate[kernels._T] > first
-    kernels._adjust(rate, 5.0, 0.0)
-    assert rate[kernels._T] == 0
+        pieces._adjust(rate, error, 0.0)
+    assert rate[pieces._T] > first
+    pieces._adjust(rate, 5.0, 0.0)
+    assert rate[pieces._T] == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_compiled_or_not_is_the_same(pieces, dtype):
+    cost, a, b = ragged(B=3, most=6, dtype=dtype)
+    cost[2] = cost[2].nan_to_num() + cost[2].nan_to_num().mT
+    b[2] = a[2]
+    arrays = [t.numpy() for t in (cost, a, b, torch.full((3,), 0.01, dtype=torch.float64))]
+    like, found = np.empty(0, cost.numpy().dtype), []
+    for module in (kernels, pieces):
+        f, g, report = np.zeros((3, 6)), np.zeros((3, 6)), np.empty((3, 5))
+        module.solve(np.arange(3), *arrays, f, g, False, like, 1e-4, 9e-5, 500, 500, 500, report)
+        pull, numbers = np.zeros_like(cost), np.empty((3, 2))
+        on_f, on_g = np.where(arrays[1] > 0, 1.0, 0.0), np.where(arrays[2] > 0, -0.5, 0.0)
+        module.pull_back(np.arange(3), *arrays, f, g, on_f, on_g, like, 1e-3, pull, numbers)
+        found.append((f, g, report, pull, numbers))
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_allclose(one, other, rtol=2e-3, atol=2e-4 if dtype == torch.float32 else 1e-9)
 
 
 # Problems -------------------------------------------------------------------------------------------------------------

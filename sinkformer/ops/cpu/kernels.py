@@ -21,8 +21,7 @@ import math
 from typing import Any
 
 import numpy as np
-from numba import njit, types
-from numba.extending import overload
+from numba import njit
 
 # Sums may be reordered, which makes vectors of them; NaN and infinity keep their meaning. The exponentials may not: a
 # reordered (t + magic) - magic is t.
@@ -30,14 +29,16 @@ _SUMS = {"reassoc", "contract", "nsz"}
 _EXACT = {"contract"}
 
 
-def _compiled(fastmath: Any) -> Any:
-    """``njit`` with the cache on disk where there is a place for one."""
+def _compiled(fastmath: Any, from_python: bool = False) -> Any:
+    """``njit`` with the cache on disk where there is a place for one; without a door from Python where none is needed."""
+    options = {"nogil": True, "fastmath": fastmath, "error_model": "numpy"}
+    options |= {"no_cpython_wrapper": not from_python, "no_cfunc_wrapper": True}
 
     def decorate(function: Any) -> Any:
         try:
-            return njit(nogil=True, cache=True, fastmath=fastmath, error_model="numpy")(function)
+            return njit(cache=True, **options)(function)
         except RuntimeError:  # numba found no writable folder: compile in every process
-            return njit(nogil=True, cache=False, fastmath=fastmath, error_model="numpy")(function)
+            return njit(cache=False, **options)(function)
 
     return decorate
 
@@ -57,79 +58,63 @@ _ZERO_F, _ONE_F, _C2, _C3, _C4, _C5, _C6, _C7 = (
 _SHIFT, _SHIFT_F = np.int64(52), np.int32(23)
 
 
+@_compiled(_EXACT)
 def _exponentials(z, out, rounded):
     """out_j = exp(z_j): z float64, out of the precision of K, ``rounded`` scratch like it; zero far below, huge far above."""
-    return (_exponentials_32 if out.dtype == np.float32 else _exponentials_64)(z, out, rounded)
-
-
-@_compiled(_EXACT)
-def _exponentials_64(z, out, rounded):
-    for j in range(z.shape[0]):
-        x = z[j]
-        x = x if x < 700.0 else 700.0
-        alive = x > _LOWEST
-        s = x * _LOG2E + _MAGIC if alive else _MAGIC
-        k = s - _MAGIC
-        r = (x - k * _LN2_HIGH) - k * _LN2_LOW
-        p = 1 / 479001600.0
-        p = p * r + 1 / 39916800.0
-        p = p * r + 1 / 3628800.0
-        p = p * r + 1 / 362880.0
-        p = p * r + 1 / 40320.0
-        p = p * r + 1 / 5040.0
-        p = p * r + 1 / 720.0
-        p = p * r + 1 / 120.0
-        p = p * r + 1 / 24.0
-        p = p * r + 1 / 6.0
-        p = p * r + 0.5
-        p = p * r + 1.0
-        p = p * r + 1.0
-        rounded[j] = s
-        out[j] = p if alive else 0.0
-    # Times 2^k: k is added to the bits of the exponent.
-    bits, powers = out.view(np.int64), rounded.view(np.int64)
-    for j in range(z.shape[0]):
-        bits[j] += powers[j] << _SHIFT
-
-
-@_compiled(_EXACT)
-def _exponentials_32(z, out, rounded):
-    for j in range(z.shape[0]):
-        exact = z[j]
-        x = _F(exact)
-        out[j] = x
-        rounded[j] = _F(exact - x)  # what the rounding of the exponent lost: exp(x + rest) = exp(x) (1 + rest)
-    for j in range(z.shape[0]):
-        x = out[j]
-        alive = x > _LOWEST_F
-        rest = rounded[j] if alive else _ZERO_F
-        x = x if x < _HIGHEST_F else _HIGHEST_F
-        s = x * _LOG2E_F + _MAGIC_F if alive else _MAGIC_F
-        k = s - _MAGIC_F
-        r = (x - k * _LN2_HIGH_F) - k * _LN2_LOW_F
-        p = _C7
-        p = p * r + _C6
-        p = p * r + _C5
-        p = p * r + _C4
-        p = p * r + _C3
-        p = p * r + _C2
-        p = p * r + _ONE_F
-        p = p * r + _ONE_F
-        rounded[j] = s
-        out[j] = p + p * rest if alive else _ZERO_F
-    bits, powers = out.view(np.int32), rounded.view(np.int32)
-    for j in range(z.shape[0]):
-        bits[j] += powers[j] << _SHIFT_F
-
-
-@overload(_exponentials)
-def _choose_exponentials(z, out, rounded):
-    chosen = _exponentials_32 if out.dtype == types.float32 else _exponentials_64
-
-    def _exponentials_of_that_precision(z, out, rounded):
-        chosen(z, out, rounded)
-
-    return _exponentials_of_that_precision
+    if out.itemsize == 4:
+        for j in range(z.shape[0]):
+            exact = z[j]
+            near = _F(exact)
+            out[j] = near
+            rounded[j] = _F(exact - near)  # what the rounding of the exponent lost: exp(x + rest) = exp(x) (1 + rest)
+        for j in range(z.shape[0]):
+            x = _F(out[j])
+            alive = x > _LOWEST_F
+            rest = _F(rounded[j]) if alive else _ZERO_F
+            x = x if x < _HIGHEST_F else _HIGHEST_F
+            s = x * _LOG2E_F + _MAGIC_F if alive else _MAGIC_F
+            k = s - _MAGIC_F
+            r = (x - k * _LN2_HIGH_F) - k * _LN2_LOW_F
+            p = _C7
+            p = p * r + _C6
+            p = p * r + _C5
+            p = p * r + _C4
+            p = p * r + _C3
+            p = p * r + _C2
+            p = p * r + _ONE_F
+            p = p * r + _ONE_F
+            rounded[j] = s
+            out[j] = p + p * rest if alive else _ZERO_F
+        # Times 2^k: k is added to the bits of the exponent.
+        bits, powers = out.view(np.int32), rounded.view(np.int32)
+        for j in range(z.shape[0]):
+            bits[j] += powers[j] << _SHIFT_F
+    else:
+        for j in range(z.shape[0]):
+            y = z[j]
+            y = y if y < 700.0 else 700.0
+            above = y > _LOWEST
+            t = y * _LOG2E + _MAGIC if above else _MAGIC
+            n = t - _MAGIC
+            r64 = (y - n * _LN2_HIGH) - n * _LN2_LOW
+            w = 1 / 479001600.0
+            w = w * r64 + 1 / 39916800.0
+            w = w * r64 + 1 / 3628800.0
+            w = w * r64 + 1 / 362880.0
+            w = w * r64 + 1 / 40320.0
+            w = w * r64 + 1 / 5040.0
+            w = w * r64 + 1 / 720.0
+            w = w * r64 + 1 / 120.0
+            w = w * r64 + 1 / 24.0
+            w = w * r64 + 1 / 6.0
+            w = w * r64 + 0.5
+            w = w * r64 + 1.0
+            w = w * r64 + 1.0
+            rounded[j] = t
+            out[j] = w if above else 0.0
+        wide_bits, wide_powers = out.view(np.int64), rounded.view(np.int64)
+        for j in range(z.shape[0]):
+            wide_bits[j] += wide_powers[j] << _SHIFT
 
 
 # Passes over the costs ------------------------------------------------------------------------------------------------
@@ -163,16 +148,14 @@ def _split(weights):
 
 
 @_compiled(_EXACT)
-def _normalised(weights, live):
+def _normalise(weights, live, out):
     """The positive weights, divided by their sum."""
-    out = np.empty(live.shape[0])
     total = 0.0
     for i in range(live.shape[0]):
         out[i] = weights[live[i]]
         total += out[i]
     for i in range(live.shape[0]):
         out[i] /= total
-    return out
 
 
 @_compiled(_EXACT)
@@ -237,10 +220,13 @@ def _absorb(C, rows, columns, together, epsilon, h, k, K, z, rounded):
     for start in range(0, n, step):
         stop = min(n, start + step)
         for i in range(start, stop):
-            part, height = z[(i - start) * m : (i - start + 1) * m], h[i]
-            _read(C[rows[i]], columns, together, part)
-            for j in range(m):
-                part[j] = ((height - part[j]) + k[j]) * scale  # in this order: h and C may be large and alike
+            part, cost, height = z[(i - start) * m : (i - start + 1) * m], C[rows[i]], h[i]
+            if together:
+                for j in range(m):
+                    part[j] = ((height - cost[j]) + k[j]) * scale  # in this order: h and C may be large and alike
+            else:
+                for j in range(m):
+                    part[j] = ((height - cost[columns[j]]) + k[j]) * scale
         size = (stop - start) * m
         _exponentials(z[:size], flat[start * m : start * m + size], rounded[:size])
 
@@ -405,6 +391,8 @@ CONVERGED, UNSOLVED, NONFINITE = 0, 1, 3
 # Scalings beyond are absorbed into the potentials.
 _SMALLEST, _LARGEST = math.exp(-12), math.exp(12)
 _ATTEMPTS = 3
+# Averaged hard transforms that make the start of a symmetric problem.
+_AVERAGES = 4
 # How far below 1 all entries of a column of K may lie, in the exponent.
 _SLACK = 40.0
 # The path of epsilon: from at most this fraction of the range, divided by the stride each time the error is so small. A
@@ -425,19 +413,15 @@ def _fill(out, value):
 
 
 @_compiled(_EXACT)
-def _fold(scalings, epsilon, potential):
-    """Move scalings into a potential."""
-    for i in range(scalings.shape[0]):
-        potential[i] += epsilon * math.log(scalings[i])
-        scalings[i] = 1
-
-
-@_compiled(_EXACT)
-def _iterate(C, rows, columns, together, epsilon, spread, cold, a, b, h, k, K, u, v, q, tolerance, goal, budget):
+def _iterate(
+    C, rows, columns, together, symmetric, epsilon, spread, cold, a, b, h, k, K, u, v, q, tolerance, goal, budget
+):
     """Sweeps until the error, measured in float64, is below the tolerance. At the end P = diag(u) K diag(v), in float64.
 
     Where epsilon is small against the range ``spread`` of the costs, problems of larger epsilon are solved roughly on the
-    way. ``goal`` is the error of the sweeps at which a measurement is worth its time.
+    way. ``goal`` is the error of the sweeps at which a measurement is worth its time. A ``symmetric`` problem, whose h = k,
+    has one scaling u = v, the geometric mean of itself and its update: where K is positive definite, as for squared
+    distances and inner products, that divides the error by two or more in every sweep (Feydy et al. 2019, section 3).
 
     Returns ``(error, sweeps)``; error = inf where a row or a column keeps losing all its mass.
     """
@@ -445,159 +429,98 @@ def _iterate(C, rows, columns, together, epsilon, spread, cold, a, b, h, k, K, u
     stretch = max(1, _STRETCH // m) * m
     z, rounded, c = np.empty(stretch), np.empty(stretch, K.dtype), np.empty(m, K.dtype)
     us, vs, x, x_before = np.empty(n, K.dtype), np.empty(m, K.dtype), np.empty(n, K.dtype), np.empty(n, K.dtype)
-    at, bt = np.empty(n, K.dtype), np.empty(m, K.dtype)
-    _copy(a, at)
-    _copy(b, bt)
-    _fill(us, 1)
-    _fill(vs, 1)
-    _fill(x, 1)
-    rate = np.empty(8)
+    at, bt, rate = np.empty(n, K.dtype), np.empty(m, K.dtype), np.empty(8)
+    for i in range(n):
+        at[i], us[i], x[i] = a[i], 1, 1
+    for j in range(m):
+        bt[j], vs[j] = b[j], 1
     _first_rate(rate)
     sweeps, lost, missed, trial = 0, 0, 0, False
     absorb, measure, final = True, budget == 0, epsilon
-    while epsilon * _STRIDE <= _FIRST_EPSILON * spread:
-        epsilon *= _STRIDE
-    if cold:  # from g = 0 and not from k = 0: where costs are constant that is the solution
-        for j in range(m):
+    if cold and not symmetric:
+        while epsilon * _STRIDE <= _FIRST_EPSILON * spread:
+            epsilon *= _STRIDE
+        for j in range(m):  # from g = 0 and not from k = 0: where costs are constant that is the solution
             k[j] += epsilon * math.log(b[j])
     while True:
         if measure and epsilon > final:  # out of sweeps on the way
             for j in range(m):
                 k[j] += (final - epsilon) * math.log(b[j]) + epsilon * math.log(vs[j])
-            epsilon = final
-            _fill(vs, 1)
-            _fill(us, 1)
+                vs[j] = 1
+            epsilon, absorb = final, True
             _centre(C, rows, columns, together, _SLACK * epsilon, h, k, z[:m])
+            for i in range(n):
+                us[i] = 1
         if absorb:
-            _fold(us, epsilon, h)
-            _fold(vs, epsilon, k)
+            for i in range(n):
+                h[i] += epsilon * math.log(us[i])
+                us[i] = 1
+            for j in range(m):
+                k[j] += epsilon * math.log(vs[j])
+                vs[j] = 1
             _absorb(C, rows, columns, together, epsilon, h, k, K, z, rounded)
             absorb = False
         if measure:
-            _copy(vs, v)
+            for j in range(m):
+                v[j] = vs[j]
             error = _settle(K, a, b, u, v, q)
+            if symmetric:
+                error = 0.0
+                for i in range(n):
+                    # Row sums of the plan of v alone are a v / u.
+                    error += 2 * abs(a[i] * v[i] / u[i] - a[i])
+                for i in range(n):
+                    u[i] = v[i]
             missed += 1
             if error <= tolerance or sweeps >= budget or missed > _ATTEMPTS:
                 return (error if error < np.inf else np.inf), sweeps
-            _copy(u, us)
+            for i in range(n):
+                us[i] = u[i]
             measure = False
         x, x_before = x_before, x
-        t = 0.0 if trial else rate[_T]
+        if symmetric:
+            for i in range(n):
+                us[i], x_before[i] = vs[i], vs[i]
+        t = 0.0 if trial or symmetric else rate[_T]
         row_error, column_error, smallest, largest = _sweep(K, us, vs, at, bt, c, x, t)
         sweeps += 1
         error = float(row_error) + float(column_error)
+        if symmetric:
+            error = 2 * float(row_error)
+            for i in range(n):
+                vs[i] = np.sqrt(x_before[i] * us[i])
         if not (error < np.inf and smallest > 0 and largest < np.inf):
             # Back to the last absorbed pair, and from there as from a start.
             lost += 1
-            if lost > _ATTEMPTS or not _centre(C, rows, columns, together, _SLACK * epsilon, h, k, z[:m]):
+            if symmetric or lost > _ATTEMPTS or not _centre(C, rows, columns, together, _SLACK * epsilon, h, k, z[:m]):
                 return np.inf, sweeps
-            _fill(us, 1)
-            _fill(vs, 1)
+            for i in range(n):
+                us[i] = 1
+            for j in range(m):
+                vs[j] = 1
             _first_rate(rate)
             trial, absorb = False, True
             continue
         if epsilon > final and error <= max(_ON_THE_WAY, goal) and sweeps < budget:
             # The same potential g at the next epsilon, the weights inside; and from there as from a start.
-            _fold(vs, epsilon, k)
             for j in range(m):
-                k[j] += (epsilon / _STRIDE - epsilon) * math.log(b[j])
+                k[j] += epsilon * math.log(vs[j]) + (epsilon / _STRIDE - epsilon) * math.log(b[j])
+                vs[j] = 1
             epsilon = max(final, epsilon / _STRIDE)
             _centre(C, rows, columns, together, _SLACK * epsilon, h, k, z[:m])
-            _fill(us, 1)
+            for i in range(n):
+                us[i] = 1
             _first_rate(rate)
             trial, absorb = False, True
             continue
-        # After a plain update of u the rows are exact, and the columns bound the error of what follows.
-        measure = (t == 0 and epsilon == final and column_error <= goal) or sweeps >= budget
-        trial = not trial and t > 0 and error <= 1.5 * goal
-        if sweeps % _LOOK == 0:
-            _adjust(rate, error, _contraction(x, x_before, a))
-        absorb = not (smallest > _SMALLEST and largest < _LARGEST)
-
-
-@_compiled(_EXACT)
-def _start_symmetric(C, rows, columns, together, h, row):
-    """One potential for both sides for which no row of K vanishes: averaged hard transforms. False if a row is forbidden."""
-    n = rows.shape[0]
-    after = np.empty(n)
-    _fill(h, 0.0)
-    for _ in range(4):
-        for i in range(n):
-            _read(C[rows[i]], columns, together, row)
-            smallest = np.inf
-            for j in range(n):
-                x = row[j] - h[j]
-                smallest = x if x < smallest else smallest
-            if smallest == np.inf:
-                return False
-            after[i] = (h[i] + smallest) / 2
-        _copy(after, h)
-    return True
-
-
-@_compiled(_SUMS)
-def _half_sweep(K, v, a, r):
-    """Replace v by sqrt(v a / K v); returns the L1 error of the rows before, and the smallest and largest v afterwards."""
-    n = K.shape[0]
-    zero, one = K.dtype.type(0), K.dtype.type(1)
-    fours = n - n % 4
-    for i in range(0, fours, 4):
-        k0, k1, k2, k3 = K[i], K[i + 1], K[i + 2], K[i + 3]
-        r0, r1, r2, r3 = zero, zero, zero, zero
-        for j in range(n):
-            w = v[j]
-            r0 += k0[j] * w
-            r1 += k1[j] * w
-            r2 += k2[j] * w
-            r3 += k3[j] * w
-        r[i], r[i + 1], r[i + 2], r[i + 3] = r0, r1, r2, r3
-    for i in range(fours, n):
-        k0 = K[i]
-        r0 = zero
-        for j in range(n):
-            r0 += k0[j] * v[j]
-        r[i] = r0
-    error, smallest, largest = zero, one, one
-    for i in range(n):
-        error += abs(v[i] * r[i] - a[i])
-        w = np.sqrt(v[i] * a[i] / r[i])
-        v[i] = w
-        smallest, largest = min(smallest, w), max(largest, w)
-    return error, smallest, largest
-
-
-@_compiled(_EXACT)
-def _iterate_symmetric(C, rows, columns, together, epsilon, a, h, K, u, p, q, tolerance, goal, budget):
-    """The same for a problem that is its own transpose: one potential h, one scaling, averaged updates.
-
-    Alternating updates converge as slowly here as anywhere. The average of a scaling and its update divides the error by
-    two or more in every sweep where K is positive definite, as it is for squared distances and inner products (Feydy et
-    al. 2019, section 3). At the end P = diag(u) K diag(u); returns ``(error, sweeps)``.
-    """
-    n = K.shape[0]
-    stretch = max(1, _STRETCH // n) * n
-    z, rounded = np.empty(stretch), np.empty(stretch, K.dtype)
-    v, r, at = np.empty(n, K.dtype), np.empty(n, K.dtype), np.empty(n, K.dtype)
-    _copy(a, at)
-    _fill(v, 1)
-    sweeps, missed, absorb = 0, 0, True
-    while True:
-        if absorb:
-            _fold(v, epsilon, h)
-            _absorb(C, rows, columns, together, epsilon, h, h, K, z, rounded)
-        _copy(v, u)
-        row_error, smallest, largest = _half_sweep(K, v, at, r)
-        sweeps += 1
-        if not (row_error < np.inf and smallest > 0 and largest < np.inf):
-            return np.inf, sweeps
-        if 2 * row_error <= goal or sweeps >= budget:
-            _sums(K, u, u, p, q)
-            error = 0.0
-            for i in range(n):
-                error += abs(p[i] - a[i]) + abs(q[i] - a[i])
-            missed += 1
-            if error <= tolerance or sweeps >= budget or missed > _ATTEMPTS:
-                return error, sweeps
+        if symmetric:
+            measure = error <= goal or sweeps >= budget
+        else:
+            # After a plain update of u the rows are exact, and the columns bound the error of what follows.
+            measure = (t == 0 and epsilon == final and column_error <= goal) or sweeps >= budget
+            trial = not trial and t > 0 and error <= 1.5 * goal
+            if sweeps % _LOOK == 0:
+                _adjust(rate, error, _contraction(x, x_before, a))
         absorb = not (smallest > _SMALLEST and largest < _LARGEST)
 
 
@@ -641,22 +564,14 @@ def _sums(K, u, v, p, q):
 
 
 @_compiled(_SUMS)
-def _slack(row, right, g):
-    """sum_j right_j (C_ij - g_j); a weight of zero lets no infinity through."""
-    total = 0.0
-    for j in range(row.shape[0]):
-        term = right[j] * (row[j] - g[j])
-        total += term if right[j] > 0 else 0.0
-    return total
-
-
-@_compiled(_SUMS)
-def _curvature(k, v, right):
-    """sum_j right_j^2 / (K_ij v_j); infinite or NaN where K vanishes."""
-    total = 0.0
-    for j in range(k.shape[0]):
-        total += right[j] * right[j] / (k[j] * v[j])
-    return total
+def _rounding_row(cost, k, right, squares):
+    """``(sum_j right_j C_ij, sum_j squares_j / K_ij)``; where nothing is added no infinity comes through."""
+    first, second = 0.0, 0.0
+    for j in range(right.shape[0]):
+        term = right[j] * cost[j]
+        first += term if right[j] > 0 else 0.0
+        second += squares[j] / k[j]
+    return first, second
 
 
 @_compiled(_EXACT)
@@ -689,38 +604,24 @@ def _gap(C, rows, columns, together, epsilon, a, b, f, g, K, u, v, p, q):
         other += right[j]
     if theta == 0 or other == 0:
         return epsilon * gap
-    spread = 0.0
+    spread, target = 0.0, 0.0
     for j in range(m):
         right[j] /= other
+        target += right[j] * g[j]
         if right[j] > 0:
             spread += right[j] * math.log(right[j] / (b[j] * c[j]))
+        q[j] = right[j] * right[j] / v[j]
     for i in range(n):
         if left[i] > 0:
             _read(C[rows[i]], columns, together, row)
+            average, curvature = _rounding_row(row, K[i], right, q)
             share = left[i] / a[i]
-            added = left[i] * ((_slack(row, right, g) - f[i]) / epsilon + spread - math.log(r[i]))
+            added = left[i] * ((average - target - f[i]) / epsilon + spread - math.log(r[i]))
             if share < 1:
                 added -= (a[i] - left[i]) * math.log1p(-share)
-            tangent = left[i] + 0.5 * left[i] * left[i] / u[i] * _curvature(K[i], v, right)
+            tangent = left[i] + 0.5 * left[i] * left[i] / u[i] * curvature
             gap += tangent if tangent < added else added
     return epsilon * gap
-
-
-@_compiled(_EXACT)
-def _remeasure(C, rows, columns, together, epsilon, a, b, f, g, K, u, v, p, q):
-    """L1 error of the plan of f and g, in scratch u, v, p, q, K."""
-    n, m = K.shape
-    stretch = max(1, _STRETCH // m) * m
-    _absorb(C, rows, columns, together, epsilon, f, g, K, np.empty(stretch), np.empty(stretch, K.dtype))
-    _copy(a, u)
-    _copy(b, v)
-    _sums(K, u, v, p, q)
-    error = 0.0
-    for i in range(n):
-        error += abs(p[i] - a[i])
-    for j in range(m):
-        error += abs(q[j] - b[j])
-    return error
 
 
 @_compiled(_EXACT)
@@ -756,88 +657,109 @@ def _extend(C, transposed, dead, live, epsilon, potential, like, out):
 def _solve(
     C, weights_a, weights_b, epsilon, f, g, warm, like, tolerance, goal, budget, patience, masked_budget, report
 ):
-    """Solve one problem; f, g and ``report`` = (error, gap, value, sweeps, code) are filled in."""
+    """Solve one problem; f, g and ``report`` are filled in."""
     rows, dead_rows = _split(weights_a)
     columns, dead_columns = _split(weights_b)
     n, m = rows.shape[0], columns.shape[0]
     together = columns[m - 1] == m - 1
-    row = np.empty(m)
     report[0], report[1], report[2], report[3], report[4] = np.inf, np.inf, 0.0, 0.0, UNSOLVED
+    a, b, h, k, row = np.empty(n), np.empty(m), np.empty(n), np.empty(m), np.empty(m)
     spread, masked = _range(C, rows, columns, together, row)
     if spread < 0:
         report[4] = NONFINITE
         return
-    a, b = _normalised(weights_a, rows), _normalised(weights_b, columns)
-    h, k = np.empty(n), np.empty(m)
+    _normalise(weights_a, rows, a)
+    _normalise(weights_b, columns, b)
+    for j in range(m):
+        k[j] = g[columns[j]] + epsilon * math.log(b[j]) if warm else 0.0
+    symmetric = n == m and not warm and _symmetric(C, weights_a, weights_b)
+    for _ in range(_AVERAGES if symmetric else 1):
+        if not _centre(
+            C, rows, columns, together, np.inf if symmetric else _SLACK * epsilon if warm else 0.0, h, k, row
+        ):
+            return
+        if symmetric:
+            for i in range(n):
+                h[i] = (h[i] + k[i]) / 2
+                k[i] = h[i]
     K, u, v, p, q = np.empty((n, m), like.dtype), np.empty(n), np.empty(m), np.empty(n), np.empty(m)
-    _copy(a, p)
-    symmetric = _symmetric(C, weights_a, weights_b)
-    _fill(v, 1)
-    budget = min(budget, patience * max(1, min(n, m) - 1) ** 2)
+    budget = min(budget, patience * max(1, (min(n, m) - 1) * (min(n, m) - 1)))
     if masked:
         budget = min(budget, masked_budget)
-    if symmetric:
-        if not _start_symmetric(C, rows, columns, together, h, row):
-            return
-        error, sweeps = _iterate_symmetric(
-            C, rows, columns, together, epsilon, a, h, K, u, p, q, tolerance, goal, budget
-        )
-        _copy(h, k)
-        _copy(u, v)
-    else:
-        for j in range(m):
-            k[j] = g[columns[j]] + epsilon * math.log(b[j]) if warm else 0.0
-        if not _centre(C, rows, columns, together, _SLACK * epsilon if warm else 0.0, h, k, row):
-            return
-        spread = 0.0 if warm else spread
-        error, sweeps = _iterate(
-            C, rows, columns, together, epsilon, spread, not warm, a, b, h, k, K, u, v, q, tolerance, goal, budget
-        )
+    error, sweeps = _iterate(
+        C,
+        rows,
+        columns,
+        together,
+        symmetric,
+        epsilon,
+        spread,
+        not warm,
+        a,
+        b,
+        h,
+        k,
+        K,
+        u,
+        v,
+        q,
+        tolerance,
+        goal,
+        budget,
+    )
     report[0], report[3] = error, sweeps
     if error == np.inf:
         return
+    if symmetric:
+        _sums(K, u, v, p, q)
+    else:
+        for i in range(n):
+            p[i] = a[i]
     # From here on with the weights outside the exponential.
-    shift, mass = 0.0, 0.0
+    shift, value, size = 0.0, epsilon, 0.0
     for i in range(n):
         h[i] += epsilon * math.log(u[i] / a[i])
         shift += a[i] * h[i] / 2
-        mass += p[i]
     for j in range(m):
         k[j] += epsilon * math.log(v[j] / b[j])
         shift -= b[j] * k[j] / 2
     shift = 0.0 if symmetric else shift  # not even by rounding
-    value = -epsilon * (mass - 1)
     for i in range(n):
         h[i] -= shift
         f[rows[i]] = h[i]
-        value += a[i] * h[i]
+        value += a[i] * h[i] - epsilon * p[i]
+        size = max(size, abs(h[i]))
     for j in range(m):
         k[j] += shift
         g[columns[j]] = k[j]
         value += b[j] * k[j]
+        size = max(size, abs(k[j]))
     report[2] = value
     report[1] = _gap(C, rows, columns, together, epsilon, a, b, h, k, K, u, v, p, q)
-    size = 0.0
-    for i in range(n):
-        size = max(size, abs(h[i]))
-    for j in range(m):
-        size = max(size, abs(k[j]))
     if size * 1e-15 > 0.01 * tolerance * epsilon:
         # Potentials so large that their rounding is seen in the plan: its error is that of the numbers handed out.
-        report[0] = _remeasure(C, rows, columns, together, epsilon, a, b, h, k, K, u, v, p, q)
+        stretch = max(1, _STRETCH // m) * m
+        _absorb(C, rows, columns, together, epsilon, h, k, K, np.empty(stretch), np.empty(stretch, K.dtype))
+        _sums(K, a, b, p, q)
+        report[0] = 0.0
+        for i in range(n):
+            report[0] += abs(p[i] - a[i])
+        for j in range(m):
+            report[0] += abs(q[j] - b[j])
     if report[0] <= tolerance:
         report[4] = CONVERGED
-    if n < weights_a.shape[0]:
-        for j in range(m):
-            q[j] = k[j] + epsilon * math.log(b[j])
-        _extend(C, False, dead_rows, columns, epsilon, q, like, f)
-    if m < weights_b.shape[0]:
-        for i in range(n):
-            p[i] = h[i] + epsilon * math.log(a[i])
-        _extend(C, True, dead_columns, rows, epsilon, p, like, g)
+    for j in range(m):
+        b[j] = k[j] + epsilon * math.log(b[j])
+    for i in range(n):
+        a[i] = h[i] + epsilon * math.log(a[i])
+    for side in range(2):
+        if side == 0:
+            _extend(C, False, dead_rows, columns, epsilon, b, like, f)
+        else:
+            _extend(C, True, dead_columns, rows, epsilon, a, like, g)
 
 
-@_compiled(_EXACT)
+@_compiled(_EXACT, from_python=True)
 def solve(which, C, a, b, epsilon, f, g, warm, like, tolerance, goal, budget, patience, masked_budget, report):
     """Solve the problems ``which`` of a flat batch.
 
@@ -859,14 +781,14 @@ def solve(which, C, a, b, epsilon, f, g, warm, like, tolerance, goal, budget, pa
         report: filled in, ``(B, 5)`` float64: error, duality gap, value, sweeps, code.
     """
     for position in range(which.shape[0]):
-        problem = which[position]
+        index = which[position]
         _solve(
-            C[problem],
-            a[problem],
-            b[problem],
-            epsilon[problem],
-            f[problem],
-            g[problem],
+            C[index],
+            a[index],
+            b[index],
+            epsilon[index],
+            f[index],
+            g[index],
             warm,
             like,
             tolerance,
@@ -874,7 +796,7 @@ def solve(which, C, a, b, epsilon, f, g, warm, like, tolerance, goal, budget, pa
             budget,
             patience,
             masked_budget,
-            report[problem],
+            report[index],
         )
 
 
@@ -964,8 +886,9 @@ def _pull_back(C, weights_a, weights_b, epsilon, f, g, on_f, on_g, like, rtol, p
     columns, _ = _split(weights_b)
     n, m = rows.shape[0], columns.shape[0]
     together = columns[m - 1] == m - 1
-    a, b = _normalised(weights_a, rows), _normalised(weights_b, columns)
-    h, k = np.empty(n), np.empty(m)
+    a, b, h, k = np.empty(n), np.empty(m), np.empty(n), np.empty(m)
+    _normalise(weights_a, rows, a)
+    _normalise(weights_b, columns, b)
     for i in range(n):
         h[i] = f[rows[i]] + epsilon * math.log(a[i])
     for j in range(m):
@@ -1050,7 +973,7 @@ def _pull_back(C, weights_a, weights_b, epsilon, f, g, on_f, on_g, like, rtol, p
                 out[columns[j]] = row[j] * (height + x[j])
 
 
-@_compiled(_EXACT)
+@_compiled(_EXACT, from_python=True)
 def pull_back(which, C, a, b, epsilon, f, g, on_f, on_g, like, rtol, pull, report):
     """Derivative in the costs of <on_f, f> + <on_g, g> at solved potentials, for the problems ``which`` of a flat batch.
 
