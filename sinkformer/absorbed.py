@@ -24,7 +24,7 @@ from sinkformer.relaxation import Relaxation
 
 # Sweeps after which errors are measured: these, then every _EVERY. The relaxation is reconsidered after _FIRST_LOOK, then
 # every _EVERY: rates of fewer sweeps are noise.
-_FIRST_CHECKS, _FIRST_LOOK, _EVERY = (0, 1, 2, 4, 7, 10, 13, 16, 20, 25, 30), 4, 10
+_FIRST_CHECKS, _FIRST_LOOK, _EVERY = (0, 4, 10), 4, 10
 # Kernels are computed anew when, on a logarithmic scale, the values of v spread further than the first number or leave
 # the range of the second. A lost entry is below exp(-88) or exp(-709) times the largest in its row; spread this far it
 # still is less than the rounding of the sum, and the numbers are still far from overflow.

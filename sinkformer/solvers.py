@@ -22,10 +22,11 @@ import torch
 from torch import Tensor
 
 from sinkformer import ops, semidual, streamed
-from sinkformer._numerics import marginal_tolerance, pairing, penalty, potential_dtype, relative_entropy, working_dtype
+from sinkformer._numerics import marginal_tolerance, penalty, potential_dtype, safe_divide, working_dtype
 from sinkformer._typing import CostMatrix, PerProblem, Potential
+from sinkformer.certificates import gap_bound, penalised_gap
 from sinkformer.costs import Cost, Matrix, SqEuclidean, as_cost
-from sinkformer.differentiation import LinearSolve, dual_value, implicit
+from sinkformer.differentiation import LinearSolve, conjugate, dual_value, implicit
 from sinkformer.errors import (
     ConfigError,
     DeviceError,
@@ -43,8 +44,9 @@ Gradient = Literal["implicit", "unrolled"]
 
 # Tolerances below are beyond the sums of float32, whose problems the compiled kernels then solve in float64.
 _LEAST_IN_FLOAT32 = 2e-5
-# Compiled sweeps before Newton's method: at most so many, and for small problems this times (min(n, m) - 1)^2.
-_MOST_BEFORE_NEWTON, _PATIENCE = 1500, 16
+# Compiled sweeps before Newton's method: at most so many, for small problems this times (min(n, m) - 1)^2, and never the
+# steps that Newton's method may need.
+_MOST_BEFORE_NEWTON, _PATIENCE, _NEWTON_STEPS = 4000, 16, 60
 # Sweeps after which a problem with forbidden pairs is asked whether it has a solution: the easy ones are done by then.
 _MASKED_BUDGET = 50
 
@@ -426,6 +428,7 @@ class _Problem:
         cost = (self.cost if narrow else self.cost.to(self.epsilon.dtype)).contiguous()
         # Newton's method needs some tens of steps whatever the size, a sweep costs the kernels next to nothing.
         handed_over = tolerance > 0 and min(self.cost.shape[1:]) <= semidual.MOST_ATOMS
+        room = max_iterations - _NEWTON_STEPS if max_iterations > 2 * _NEWTON_STEPS else max_iterations
 
         def run(which: slice | Tensor, masked_budget: int | None) -> _Outcome:
             solved = ops.cpu.solve(
@@ -434,7 +437,7 @@ class _Problem:
                 self.b[which],
                 self.epsilon[which],
                 tolerance=tolerance or -1.0,  # zero asks for all iterations, even past an error that happens to vanish
-                budget=min(max_iterations, _MOST_BEFORE_NEWTON) if handed_over else max_iterations,
+                budget=min(room, _MOST_BEFORE_NEWTON) if handed_over else max_iterations,
                 patience=_PATIENCE if handed_over else None,
                 masked_budget=masked_budget,
                 start=None if init is None else init[1][which],
@@ -512,19 +515,30 @@ class _Problem:
     def _quality(self, f: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """``(marginal error, duality gap, dual value)`` of potentials, measured on the plan in float64."""
         cost, a, b, epsilon, taus = self.cost, self.a, self.b, self.epsilon, self.taus
-        plan = ops.plan(cost, f, g, a, b, epsilon)
-        p, q = ops.marginals(plan)
-        error = torch.zeros_like(epsilon)
+        k = ops.density(cost, f, g, a, b, epsilon)
+        product = a.unsqueeze(-1) * b.unsqueeze(-2)
+        plan = product * k
+        # Summed as k - 1: for a large epsilon that multiplies it, the difference of two masses would be rounding.
+        excess = (plan - product).sum((-1, -2))
+        p, q = marginals = ops.marginals(plan)
+        value, error = -epsilon * excess, torch.zeros_like(epsilon)
         for have, want, potential, tau in ((p, a, f, taus[0]), (q, b, g, taus[1])):
             rho = penalty(tau, epsilon)
+            value = value + (want * conjugate(potential, rho)).sum(-1)
             if rho is None:
                 error = error + (have - want).abs().sum(-1)
             elif tau > 0:
                 error = error + (have - want * torch.exp(-potential / rho.unsqueeze(-1))).abs().sum(-1)
-        feasible = _rounded(plan, a, b) if taus == (1.0, 1.0) else plan
-        primal = primal_value(feasible, cost, a, b, epsilon, taus)
-        dual = dual_value(cost, a, b, epsilon, f, g, taus)
-        return error, primal - dual, dual
+        if taus != (1.0, 1.0):
+            return error, penalised_gap(a, b, epsilon, (f, g), marginals, taus), value
+        _, c, _, right = factors = ops.rounding(lambda v: ops.apply(plan, v), lambda u: ops.apply(plan.mT, u), a, b)
+        # A forbidden pair costs nothing where nothing is added to it, and an infinity of nothing is no number.
+        forbidden = cost == torch.inf
+        slack = ops.apply(cost.masked_fill(forbidden, 0.0), right) - f * right.sum(-1, keepdim=True)
+        slack = slack - (right * g).sum(-1, keepdim=True)
+        slack = slack.masked_fill((forbidden & (right > 0).unsqueeze(-2)).any(-1), torch.inf)
+        curvature = ops.apply(1 / k, safe_divide(right.square(), b * c))
+        return error, gap_bound(a, b, epsilon, factors, excess, slack, curvature), value
 
 
 def _cleaned(cost: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
@@ -538,20 +552,3 @@ def _cleaned(cost: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     unusable = ~((cost.abs() <= LARGEST_COST) | (cost == torch.inf))
     nonfinite = (live & unusable).flatten(1).any(-1)
     return cost.masked_fill(unusable | nonfinite.view(-1, 1, 1), 0.0), nonfinite
-
-
-def primal_value(
-    plan: Tensor, cost: Tensor, a: Tensor, b: Tensor, epsilon: Tensor, taus: tuple[float, float]
-) -> Tensor:
-    """<C, P> + epsilon KL(P | a (x) b) + the penalties, per problem; ``+inf`` for mass on a forbidden pair."""
-    value = pairing(plan, cost) + epsilon * relative_entropy(plan, a.unsqueeze(-1) * b.unsqueeze(-2), (-1, -2))
-    for have, want, tau in zip(ops.marginals(plan), (a, b), taus, strict=True):
-        rho = penalty(tau, epsilon)
-        if rho is not None:
-            value = value + rho * relative_entropy(have, want, (-1,))
-    return value
-
-
-def _rounded(plan: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    r, c, left, right = ops.rounding(lambda v: ops.apply(plan, v), lambda u: ops.apply(plan.mT, u), a, b)
-    return plan * r.unsqueeze(-1) * c.unsqueeze(-2) + left.unsqueeze(-1) * right.unsqueeze(-2)

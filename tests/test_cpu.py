@@ -110,15 +110,15 @@ def test_the_smallest_ritz_value_is_an_eigenvalue(pieces):
 def test_the_rate_grows_where_sweeps_are_slow_and_pauses_where_the_error_grows(pieces):
     rate = np.empty(8)
     pieces._first_rate(rate)
-    pieces._adjust(rate, 0.4, 0.99)
+    pieces._adjust(rate, 0.4, 4, 0.99)
     assert rate[pieces._T] == pytest.approx(2 / (1 + math.sqrt(0.1)) - 1), (
         "far away the estimate is not believed beyond 0.9"
     )
     first = rate[pieces._T]
     for error in (0.3, 0.29, 0.28):
-        pieces._adjust(rate, error, 0.0)
+        pieces._adjust(rate, error, 10, 0.0)
     assert rate[pieces._T] > first
-    pieces._adjust(rate, 5.0, 0.0)
+    pieces._adjust(rate, 5.0, 10, 0.0)
     assert rate[pieces._T] == 0
 
 

@@ -6,8 +6,8 @@ function only, not at those of its callees.
 
 *Scalings*. P = diag(u) K diag(v), K = exp((h + k - C) / epsilon), with the weights inside: h = f + epsilon log a at the
 moment of absorption, and likewise k. A sweep reads K once: four rows at a time, r = K v, the update of u, and the sums
-c += u K from the same four rows, which are still in the first cache. Exponentials are taken when the scalings leave
-(e^-12, e^12), and once at the end, where the error is measured.
+c += u K from the same four rows, which are still in the first cache. Exponentials are taken when a
+scaling leaves (e^-18, e^18).
 
 *Over-relaxation*. An update u <- u x^(1+t), x = a / (u K v), through the Pade form of x^t, which is positive, monotone and
 symmetric under x -> 1/x: t = 0 is the plain update. With lambda the contraction of a plain sweep the best 1 + t is
@@ -317,17 +317,17 @@ def _settle(K, a, b, u, v, q):
 
 # The rate of over-relaxation ------------------------------------------------------------------------------------------
 
-# Sweeps between two looks at the rate.
-_LOOK = 10
+# Sweeps before the first look at the rate, and between two.
+_FIRST_LOOK, _LOOK = 4, 10
 # What is remembered of the rate of a problem, in a float64 array.
-_T, _GAP, _CAP, _BEST, _LAST, _SLOW, _STALLED, _HOLD = range(8)
+_T, _GAP, _CAP, _BEST, _LAST, _FALL, _STALLED, _HOLD = range(8)
 _MOST_T = 0.97
 
 
 @_compiled(_EXACT)
 def _first_rate(rate):
     rate[_T], rate[_GAP], rate[_CAP] = 0.0, 1.0, _MOST_T
-    rate[_BEST], rate[_LAST], rate[_SLOW], rate[_STALLED], rate[_HOLD] = np.inf, np.inf, 0.0, 0.0, 0.0
+    rate[_BEST], rate[_LAST], rate[_FALL], rate[_STALLED], rate[_HOLD] = np.inf, np.inf, 0.0, 0.0, 0.0
 
 
 @_compiled(_EXACT)
@@ -346,8 +346,8 @@ def _contraction(x, x_before, a):
 
 
 @_compiled(_EXACT)
-def _adjust(rate, error, contraction):
-    """Choose t for the next sweeps from the error now and at the last look.
+def _adjust(rate, error, sweeps, contraction):
+    """Choose t for the next sweeps from the error now and at the last look, so many sweeps ago.
 
     The gap 1 - lambda starts from the contraction of plain sweeps. It shrinks where the error falls more slowly than t
     twice in a row (Young's formula), grows where it falls faster; over-relaxation pauses where the error grows or circles.
@@ -361,25 +361,29 @@ def _adjust(rate, error, contraction):
     if diverging:
         rate[_GAP], rate[_T], rate[_HOLD] = min(1.0, 2 * rate[_GAP]), 0.0, 1.0
         return
-    if error > 0.05 and rate[_STALLED] >= 8:
-        rate[_GAP], rate[_T], rate[_HOLD], rate[_STALLED] = 1.0, 0.0, 4.0, 0.0
-        rate[_CAP] *= 0.75
-        return
+    if rate[_STALLED] >= 8:
+        # In a circle: far from the solution it starts again, near it the circle is a small one.
+        rate[_STALLED] = 0.0
+        if error > 0.05:
+            rate[_GAP], rate[_T], rate[_HOLD] = 1.0, 0.0, 4.0
+            rate[_CAP] *= 0.75
+            return
+        rate[_GAP] = min(1.0, 4 * rate[_GAP])
     if rate[_HOLD] > 0:
         rate[_HOLD] -= 1
         return
-    if rate[_GAP] == 1.0:
+    if t == 0:
         contraction = min(contraction, 0.9 if error >= 0.1 else 1 - 1e-4)
-        if contraction > 0.3 and error < 0.5:
+        if rate[_GAP] == 1.0 and contraction > 0.3 and error < 0.5:
             rate[_GAP] = 1 - contraction
-    elif t > 0 and last < np.inf:
-        fall = (error / last) ** (1 / _LOOK)
-        rate[_SLOW] = rate[_SLOW] + 1 if fall > t + 0.02 else 0.0
-        if rate[_SLOW] >= 2:
-            contraction = min((fall + t) ** 2 / ((1 + t) ** 2 * fall), 1.0)
-            rate[_GAP] = max(1 - contraction, rate[_GAP] / 4)
+    elif last < np.inf:
+        fall = (error / last) ** (1 / sweeps)
+        slow = min(fall, rate[_FALL])  # one window may be noise
+        if t + 0.02 < slow < 1:
+            rate[_GAP] = min(max(1 - (slow + t) ** 2 / ((1 + t) ** 2 * slow), rate[_GAP] / 4), rate[_GAP])
         elif fall < t:
             rate[_GAP] = min(1.0, 1.1 * rate[_GAP])
+        rate[_FALL] = fall
     if error < 0.05:
         rate[_CAP] = _MOST_T
     rate[_T] = min(2 / (1 + math.sqrt(rate[_GAP])) - 1, rate[_CAP])
@@ -388,8 +392,8 @@ def _adjust(rate, error, contraction):
 # One problem ----------------------------------------------------------------------------------------------------------
 
 CONVERGED, UNSOLVED, NONFINITE = 0, 1, 3
-# Scalings beyond are absorbed into the potentials.
-_SMALLEST, _LARGEST = math.exp(-12), math.exp(12)
+# Scalings beyond are absorbed into the potentials: what K lost below its smallest number would be seen at about e^40.
+_LARGEST = math.exp(18)
 _ATTEMPTS = 3
 # Averaged hard transforms that make the start of a symmetric problem.
 _AVERAGES = 4
@@ -435,7 +439,7 @@ def _iterate(
     for j in range(m):
         bt[j], vs[j] = b[j], 1
     _first_rate(rate)
-    sweeps, lost, missed, trial = 0, 0, 0, False
+    sweeps, since, wait, lost, missed, trial = 0, 0, _FIRST_LOOK, 0, 0, False
     absorb, measure, final = True, budget == 0, epsilon
     if cold and not symmetric:
         while epsilon * _STRIDE <= _FIRST_EPSILON * spread:
@@ -499,7 +503,7 @@ def _iterate(
             for j in range(m):
                 vs[j] = 1
             _first_rate(rate)
-            trial, absorb = False, True
+            since, wait, trial, absorb = 0, _FIRST_LOOK, False, True
             continue
         if epsilon > final and error <= max(_ON_THE_WAY, goal) and sweeps < budget:
             # The same potential g at the next epsilon, the weights inside; and from there as from a start.
@@ -511,7 +515,7 @@ def _iterate(
             for i in range(n):
                 us[i] = 1
             _first_rate(rate)
-            trial, absorb = False, True
+            since, wait, trial, absorb = 0, _FIRST_LOOK, False, True
             continue
         if symmetric:
             measure = error <= goal or sweeps >= budget
@@ -519,9 +523,11 @@ def _iterate(
             # After a plain update of u the rows are exact, and the columns bound the error of what follows.
             measure = (t == 0 and epsilon == final and column_error <= goal) or sweeps >= budget
             trial = not trial and t > 0 and error <= 1.5 * goal
-            if sweeps % _LOOK == 0:
-                _adjust(rate, error, _contraction(x, x_before, a))
-        absorb = not (smallest > _SMALLEST and largest < _LARGEST)
+            since += 1
+            if since >= wait:
+                _adjust(rate, error, since, _contraction(x, x_before, a))
+                since, wait = 0, _LOOK
+        absorb = not (smallest > 1 / _LARGEST and largest < _LARGEST)
 
 
 @_compiled(_EXACT)
