@@ -25,7 +25,7 @@ from sinkformer._numerics import (
     safe_divide,
     safe_log,
 )
-from sinkformer._typing import Features, PerProblem, PlanMatrix, Points
+from sinkformer._typing import CostMatrix, Features, PerProblem, PlanMatrix, Points
 from sinkformer.certificates import rounded_gap
 from sinkformer.costs import Cost, Euclidean, Matrix, SqEuclidean, as_cost
 from sinkformer.errors import ConfigError, DTypeError, NonFiniteError, ShapeError, WeightError
@@ -38,7 +38,7 @@ from sinkformer.solvers import (
     check_epsilon,
     check_mask,
     check_weights_have_costs,
-    sinkhorn,
+    sinkhorn_and_costs,
 )
 
 # Atoms up to which a diameter is taken over all pairs; beyond, twice the radius bounds it.
@@ -103,14 +103,14 @@ class Coupling(Plan):
         check_compatible(mu, nu)
         # Through the measures, which clear the features of padding.
         here, there = (mu, nu) if features is None else (mu.pushforward(features[0]), nu.pushforward(features[1]))
-        solution = sinkhorn(here, there, cost=cost, epsilon=epsilon, **options)
+        solution, costs = sinkhorn_and_costs(here, there, cost=cost, epsilon=epsilon, **options)
         mask = options.get("mask")
         if mask is not None:
             mask = check_mask(mask, (*mu.batch_shape, mu.n, nu.n), mu.device)
         if maps is None and features is None:
             maps = _points_themselves, _points_themselves
         return EntropicCoupling(
-            mu, nu, here.points, there.points, cost, mask, check_epsilon(epsilon, mu), solution, maps
+            mu, nu, here.points, there.points, cost, mask, check_epsilon(epsilon, mu), solution, maps, costs
         )
 
     @staticmethod
@@ -153,6 +153,7 @@ class EntropicCoupling(Coupling):
         epsilon: ``(*batch)``, float64.
         solution: potentials, status and errors, see ``Solution``.
         maps: functions ``(measure, points) -> features``, or None if they are unknown.
+        costs: matrix of costs ``(*batch, n, m)``, mask included, where the graph of ``solution`` keeps it anyway.
     """
 
     source: Measure
@@ -164,6 +165,7 @@ class EntropicCoupling(Coupling):
     epsilon: Tensor
     solution: Solution
     maps: tuple[FeatureMap, FeatureMap] | None = None
+    costs: CostMatrix | None = None
 
     def __repr__(self) -> str:
         """Shape, epsilon, status and error."""
@@ -178,6 +180,8 @@ class EntropicCoupling(Coupling):
 
     def cost_rows(self, start: int, stop: int) -> Tensor:
         """Rows of the cost matrix with the mask added, in the dtype of potentials."""
+        if self.costs is not None:
+            return self._wide(self.costs[..., start:stop, :])
         with torch.autocast(self.device.type, enabled=False):
             x, y = self._wide(self.source_features), self._wide(self.target_features)
             matrix = self._wide(self.cost_function.rows(x, y, start, stop))
@@ -231,6 +235,7 @@ class EntropicCoupling(Coupling):
             self.epsilon,
             self.solution.transposed(),
             None if self.maps is None else (self.maps[1], self.maps[0]),
+            None if self.costs is None else self.costs.mT,
         )
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> EntropicCoupling:
@@ -243,6 +248,7 @@ class EntropicCoupling(Coupling):
             target_features=function(self.target_features),
             cost_function=Matrix(function(cost.values)) if isinstance(cost, Matrix) else cost,
             mask=None if self.mask is None else function(self.mask),
+            costs=None if self.costs is None else function(self.costs),
             epsilon=function(self.epsilon),
             solution=self.solution.map(function),
         )

@@ -66,8 +66,9 @@ class Solution:
             the envelope theorem (derivative in the cost: the plan).
         marginal_error: L1 violation of both marginals together, sum_i |P1 - a|_i + sum_j |P^T 1 - b|_j, measured on the
             plan itself; with tau < 1, the violation of that side's optimality condition P1 = a exp(-f / rho_a).
-        duality_gap: primal cost of the rounded plan minus the dual value, >= 0 up to rounding; ``+inf`` where rounding
-            has to use a forbidden pair.
+        duality_gap: bound on the primal cost of the rounded plan minus the dual value, >= 0 up to rounding (of float32 where
+            the sweeps ran in it); ``+inf`` where rounding has to use a forbidden pair. ``Coupling.certificate`` measures the
+            gap itself.
         iterations: sweeps over both sides and Newton steps, int64.
         codes: ``Status`` of every problem, int8.
         tolerance: the marginal error that was asked for.

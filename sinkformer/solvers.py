@@ -120,6 +120,42 @@ def sinkhorn(
             ``on_failure="ignore"``.
         ConvergenceError: not converged, with ``on_failure="raise"``.
     """
+    return sinkhorn_and_costs(
+        mu,
+        nu,
+        cost=cost,
+        epsilon=epsilon,
+        mask=mask,
+        tau_a=tau_a,
+        tau_b=tau_b,
+        tolerance=tolerance,
+        max_iterations=max_iterations,
+        init=init,
+        annealing=annealing,
+        gradient=gradient,
+        gradient_tolerance=gradient_tolerance,
+        on_failure=on_failure,
+    )[0]
+
+
+def sinkhorn_and_costs(
+    mu: Measure | Tensor,
+    nu: Measure | Tensor,
+    *,
+    cost: Cost | Tensor,
+    epsilon: float | PerProblem,
+    mask: CostMatrix | None = None,
+    tau_a: float = 1.0,
+    tau_b: float = 1.0,
+    tolerance: float | None = None,
+    max_iterations: int = 2000,
+    init: tuple[Potential, Potential] | None = None,
+    annealing: float | None = 0.7,
+    gradient: Gradient = "implicit",
+    gradient_tolerance: float | None = None,
+    on_failure: OnFailure = "warn",
+) -> tuple[Solution, CostMatrix | None]:
+    """What :func:`sinkhorn` returns, and the matrix of costs ``(*batch, n, m)`` where the graph keeps it anyway."""
     cost = as_cost(cost)
     check_weights_have_costs(mu, nu, cost)
     mu, nu = as_measure(mu), as_measure(nu)
@@ -149,15 +185,17 @@ def sinkhorn(
     }
     with torch.autocast(mu.device.type, enabled=False):
         if engine.backend == "streamed":
+            matrix = None
             solution = _streamed(_pair_costs(mu, nu, cost, mask), a, b, epsilons, taus, **options)
         else:
-            matrix = cost_matrix(mu, nu, cost, mask).reshape(-1, mu.n, nu.n)
-            solution = _Problem(matrix, a, b, epsilons, taus).solve(
+            matrix = cost_matrix(mu, nu, cost, mask)
+            solution = _Problem(matrix.reshape(-1, mu.n, nu.n), a, b, epsilons, taus).solve(
                 **options, annealing=None if init is not None or unrolled else annealing, unrolled=unrolled
             )
     solution = solution.map(lambda t: t.reshape((*batch, *t.shape[1:])))
     report(solution, on_failure)
-    return solution
+    kept = matrix if matrix is not None and matrix.requires_grad and not isinstance(cost, Matrix) else None
+    return solution, kept
 
 
 def as_measure(mu: Measure | Tensor) -> Measure:

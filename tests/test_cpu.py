@@ -132,9 +132,9 @@ def test_compiled_or_not_is_the_same(pieces, dtype):
     for module in (kernels, pieces):
         f, g, report = np.zeros((3, 6)), np.zeros((3, 6)), np.empty((3, 5))
         module.solve(np.arange(3), *arrays, f, g, False, like, 1e-4, 9e-5, 500, 500, 500, report)
-        pull, numbers = np.zeros_like(cost), np.empty((3, 2))
+        pull, numbers = np.zeros(cost.shape), np.empty((3, 2))
         on_f, on_g = np.where(arrays[1] > 0, 1.0, 0.0), np.where(arrays[2] > 0, -0.5, 0.0)
-        module.pull_back(np.arange(3), *arrays, f, g, on_f, on_g, like, 1e-3, pull, numbers)
+        module.pull_back(np.arange(3), arrays[0].astype(float), *arrays[1:], f, g, on_f, on_g, 1e-3, pull, numbers)
         found.append((f, g, report, pull, numbers))
     for one, other in zip(*found, strict=True):
         np.testing.assert_allclose(one, other, rtol=2e-3, atol=2e-4 if dtype == torch.float32 else 1e-9)

@@ -23,8 +23,8 @@ TAUS = [BALANCED, (0.8, 0.6), (1.0, 0.5), (0.7, 1.0), (1.0, 0.0), (0.0, 0.0)]
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch):
     """Five rows at a time."""
-    monkeypatch.setattr(streamed, "_CACHED_ENTRIES", 1)
-    monkeypatch.setattr(streamed, "_CACHED_ROWS", 5)
+    monkeypatch.setattr(streamed.pairs, "_CACHED_ENTRIES", 1)
+    monkeypatch.setattr(streamed.pairs, "_CACHED_ROWS", 5)
 
 
 class Absolute(Cost):
@@ -252,8 +252,8 @@ def test_columns_that_underflow(monkeypatch):
     """A start from which whole columns vanish in the precision of the blocks."""
     case = Case("matrix", torch.float32, ratio=0.05)
     asked = []
-    exact = streamed._log_columns
-    monkeypatch.setattr(streamed, "_log_columns", lambda *x: asked.append(1) or exact(*x))
+    exact = streamed.iteration._log_columns
+    monkeypatch.setattr(streamed.iteration, "_log_columns", lambda *x: asked.append(1) or exact(*x))
     init = torch.zeros_like(case.a), torch.zeros_like(case.b)
     init[1][:, 3] = -100.0
     f, g, _ = case.solve(tolerance=1e-6, init=init)
@@ -541,7 +541,7 @@ def test_the_conditioning_is_the_smallest_eigenvalue(ratio, taus):
 
 
 def test_an_unfinished_linear_solve_warns(monkeypatch):
-    monkeypatch.setattr(streamed, "_MOST_CG_STEPS", 1)
+    monkeypatch.setattr(streamed.derivatives, "_MOST_CG_STEPS", 1)
     case = Case("squared", ratio=0.02)
     f, g, _ = case.solve()
     value = case.quality(f, g)[2]

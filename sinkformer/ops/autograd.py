@@ -31,7 +31,11 @@ class _Plan(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor):
         plan, cost, f, g, epsilon = ctx.saved_tensors
         on_cost, on_f, on_g, on_epsilon = ctx.needs_input_grad[:4]
-        weighted = grads[0] * plan / epsilon[..., None, None]
+        weighted = grads[0] * plan
+        # In place where the result is not differentiated again.
+        weighted = (torch.Tensor.div if torch.is_grad_enabled() else torch.Tensor.div_)(
+            weighted, epsilon[..., None, None]
+        )
         grad_epsilon = None
         if on_epsilon:
             used = plan > 0

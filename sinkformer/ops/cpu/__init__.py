@@ -91,12 +91,12 @@ def warm_up() -> float:
         BackendError: numba is not installed.
     """
     started = time.perf_counter()
+    half = torch.full((1, 2), 0.5, dtype=torch.float64, device="cpu")
+    one = torch.ones(1, dtype=torch.float64, device="cpu")
     for dtype in (torch.float32, torch.float64):
         cost = torch.zeros((1, 2, 2), dtype=dtype, device="cpu")
-        half = torch.full((1, 2), 0.5, dtype=torch.float64, device="cpu")
-        one = torch.ones(1, dtype=torch.float64, device="cpu")
         solved = solve(cost, half, half, one, tolerance=1e-3, budget=10)
-        pull_back(cost, half, half, one, solved.f, solved.g, half, -half, rtol=1e-3)
+    pull_back(cost, half, half, one, solved.f, solved.g, half, -half, rtol=1e-3)
     return time.perf_counter() - started
 
 
@@ -158,13 +158,14 @@ def pull_back(
     Arguments as for ``solve``; cotangents float64, zero at atoms of weight zero. The relative residual of the conjugate
     gradients and the smallest Ritz value, which estimates 1 - lambda, are float64, ``(B,)``.
     """
-    like = np.empty(0, _numpy(cost).dtype)
-    pull = torch.zeros_like(cost, memory_format=torch.contiguous_format)
+    # In float64 alone: a second precision would be a second compilation, for a few products with the plan.
+    wide = cost.detach().to(torch.float64)
+    pull = torch.zeros_like(wide, memory_format=torch.contiguous_format)
     report = epsilon.new_empty((len(a), 2))
-    shared = [_numpy(t) for t in (cost, a, b, epsilon, f, g, on_f, on_g)]
-    rest = (like, float(rtol), _numpy(pull), _numpy(report))
+    shared = [_numpy(t) for t in (wide, a, b, epsilon, f, g, on_f, on_g)]
+    rest = (float(rtol), _numpy(pull), _numpy(report))
     _in_parts(_load().pull_back, a, b, 20, lambda which: (which, *shared, *rest))
-    return pull, report[:, 0], report[:, 1]
+    return pull.to(cost.dtype), report[:, 0], report[:, 1]
 
 
 def _numpy(t: Tensor) -> np.ndarray:

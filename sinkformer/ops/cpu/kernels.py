@@ -12,7 +12,7 @@ scaling leaves (e^-18, e^18).
 *Over-relaxation*. An update u <- u x^(1+t), x = a / (u K v), through the Pade form of x^t, which is positive, monotone and
 symmetric under x -> 1/x: t = 0 is the plain update. With lambda the contraction of a plain sweep the best 1 + t is
 2 / (1 + sqrt(1 - lambda)), at which the error falls by t a sweep (Young 1971, for the linear problem that the iteration
-becomes near its solution; Thibault, Chizat, Dossal, Papadakis 2021). ``_Rate`` documents how lambda is found.
+becomes near its solution; Thibault, Chizat, Dossal, Papadakis 2021). ``_adjust`` says how lambda is found.
 """
 
 from __future__ import annotations
@@ -815,7 +815,7 @@ _MOST_STEPS = 1000
 def _normal(P, scale, x, y):
     """Fill in y = P^T diag(scale) P x, reading P once."""
     n, m = P.shape
-    zero = P.dtype.type(0)
+    zero = 0.0
     for j in range(m):
         y[j] = zero
     fours = n - n % 4
@@ -882,7 +882,7 @@ def _smallest_ritz(alpha, beta, steps):
 
 
 @_compiled(_EXACT)
-def _pull_back(C, weights_a, weights_b, epsilon, f, g, on_f, on_g, like, rtol, pull, report):
+def _pull_back(C, weights_a, weights_b, epsilon, f, g, on_f, on_g, rtol, pull, report):
     """The derivative in the costs of <on_f, f> + <on_g, g>; ``report`` = (relative residual, smallest Ritz value).
 
     With P the plan and p, q its own marginals, (diag(q) - P^T diag(1/p) P) x = on_g - P^T (on_f / p), then
@@ -899,9 +899,9 @@ def _pull_back(C, weights_a, weights_b, epsilon, f, g, on_f, on_g, like, rtol, p
         h[i] = f[rows[i]] + epsilon * math.log(a[i])
     for j in range(m):
         k[j] = g[columns[j]] + epsilon * math.log(b[j])
-    P = np.empty((n, m), like.dtype)
+    P = np.empty((n, m))
     stretch = max(1, _STRETCH // m) * m
-    z, rounded = np.empty(stretch), np.empty(stretch, like.dtype)
+    z, rounded = np.empty(stretch), np.empty(stretch)
     _absorb(C, rows, columns, together, epsilon, h, k, P, z, rounded)
     p, q, ones = np.empty(n), np.empty(m), np.empty(m)
     _fill(ones, 1)
@@ -926,22 +926,20 @@ def _pull_back(C, weights_a, weights_b, epsilon, f, g, on_f, on_g, like, rtol, p
     _copy(right, wanted)
     size = math.sqrt(size)
 
-    scale, narrow, image = np.empty(n, like.dtype), np.empty(m, like.dtype), np.empty(m, like.dtype)
+    inverse, image = np.empty(n), np.empty(m)
     for i in range(n):
-        scale[i] = 1 / p[i]
+        inverse[i] = 1 / p[i]
     alpha, beta = np.empty(_MOST_STEPS), np.empty(_MOST_STEPS)
     _copy(right, direction)
     rho, steps, asked = _inner(q, right, right), 0, rtol
-    least = 1e-6 if like.itemsize == 4 else 1e-14
     while steps < min(_MOST_STEPS, 4 * m + 20):
         if math.sqrt(rho) <= asked * size:
             # The error is the residual divided by the smallest eigenvalue, which is seen only now.
             ritz = _smallest_ritz(alpha, beta, steps) if steps > 0 else 1.0
-            asked = max(rtol * min(ritz, 1.0), least)
+            asked = max(rtol * min(ritz, 1.0), 1e-14)
             if math.sqrt(rho) <= asked * size:
                 break
-        _copy(direction, narrow)
-        _normal(P, scale, narrow, image)
+        _normal(P, inverse, direction, image)
         for j in range(m):
             k[j] = direction[j] - image[j] / q[j]
         curvature = _inner(q, direction, k)
@@ -959,8 +957,7 @@ def _pull_back(C, weights_a, weights_b, epsilon, f, g, on_f, on_g, like, rtol, p
         steps += 1
     report[1] = _smallest_ritz(alpha, beta, steps) if steps > 0 else np.nan
     # The residual itself, which may have parted from its recurrence.
-    _copy(x, narrow)
-    _normal(P, scale, narrow, image)
+    _normal(P, inverse, x, image)
     for j in range(m):
         right[j] = wanted[j] - (x[j] - image[j] / q[j])
     _centred(q, right)
@@ -980,18 +977,17 @@ def _pull_back(C, weights_a, weights_b, epsilon, f, g, on_f, on_g, like, rtol, p
 
 
 @_compiled(_EXACT, from_python=True)
-def pull_back(which, C, a, b, epsilon, f, g, on_f, on_g, like, rtol, pull, report):
+def pull_back(which, C, a, b, epsilon, f, g, on_f, on_g, rtol, pull, report):
     """Derivative in the costs of <on_f, f> + <on_g, g> at solved potentials, for the problems ``which`` of a flat batch.
 
     Args:
         which: indices of the problems, int64.
-        C: costs ``(B, n, m)``.
+        C: costs ``(B, n, m)``, float64.
         a: weights ``(B, n)``, float64.
         b: weights ``(B, m)``, float64.
         epsilon: ``(B,)``, float64.
         f: solved potentials ``(B, n)``, float64.
         g: solved potentials ``(B, m)``, float64.
-        like: an array of the precision of the products.
         on_f: cotangents ``(B, n)``, float64; zero where a = 0.
         on_g: cotangents ``(B, m)``, float64; zero where b = 0.
         rtol: relative residual asked of the conjugate gradients.
@@ -1000,4 +996,4 @@ def pull_back(which, C, a, b, epsilon, f, g, on_f, on_g, like, rtol, pull, repor
     """
     for position in range(which.shape[0]):
         i = which[position]
-        _pull_back(C[i], a[i], b[i], epsilon[i], f[i], g[i], on_f[i], on_g[i], like, rtol, pull[i], report[i])
+        _pull_back(C[i], a[i], b[i], epsilon[i], f[i], g[i], on_f[i], on_g[i], rtol, pull[i], report[i])
