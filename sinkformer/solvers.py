@@ -349,11 +349,16 @@ def _streamed(
         costs, *problem, taus, work=work, tolerance=tolerance or -1.0, max_iterations=max_iterations, init=init
     )
     if taus == (1.0, 1.0):
-        f, g = _in_gauge(f, g, a, b)
-    error, gap, value = streamed.quality(costs, *problem, f, g, taus)
+        f, g = _in_gauge(f, g, a.detach(), b.detach())
+    error, gap, value = streamed.quality(costs, f, g, *problem, taus)
     enough = tolerance if tolerance else marginal_tolerance(work)
     codes = torch.where(error <= enough, int(Status.CONVERGED), int(Status.MAX_ITERATIONS))
     codes = codes.masked_fill(error.isnan(), int(Status.NONFINITE)).to(torch.int8)
+    # Only a matrix or a mask, which are stored as they came, forbids pairs.
+    if taus == (1.0, 1.0) and (costs.mask is not None or isinstance(costs.cost, Matrix)):
+        for k in (codes == int(Status.MAX_ITERATIONS)).nonzero().flatten():
+            if bool(infeasible(costs.matrix(k), a[k : k + 1].detach(), b[k : k + 1].detach())):
+                codes[k] = int(Status.INFEASIBLE)
     how = LinearSolve(rtol, conditioning=torch.full_like(error, torch.nan))
     f, g, value = streamed.implicit(costs, *problem, f, g, value, taus, how, work=work)
     outcome = _Outcome(f, g, value, error, gap, iterations, codes)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from sinkformer._numerics import penalty, potential_dtype, safe_divide, safe_log
 from sinkformer._typing import PerProblem, Potential, Weights
+from sinkformer.absorbed import translation
 from sinkformer.certificates import penalised_gap, rounded_gap
 from sinkformer.differentiation import conjugate
 from sinkformer.relaxation import Relaxation
@@ -126,7 +127,8 @@ def _solve(
             # Only a pair whose rows are exact is returned. One that is relaxed is better than its error says.
             plain = reached or error <= _NEARLY * goal
             coarse = coarse and not reached and idle < _PATIENCE
-        g = _update(sweep.log_columns, g, b, seen.alone, temperature, taus[1], t)
+        shift = _translation(f, g, a, b, temperature, taus)
+        g = _update(sweep.log_columns, g, b, seen.alone, temperature, taus[1], t) - shift
         stayed += 1
         if error <= _ON_THE_WAY or stayed == _LONGEST_STAY:
             temperature, stayed = max(epsilon, _ANNEALING * temperature), 0
@@ -275,6 +277,16 @@ def _update(log_columns: Tensor, g: Tensor, b: Tensor, alone: Tensor, epsilon: f
         new = new + epsilon * _beyond(-log_columns, t)
     # Nothing waits for atoms of weight zero.
     return torch.where(b > 0, new.masked_fill(alone, 0.0 if tau == 1 else _ALONE), g)
+
+
+def _translation(f: Tensor, g: Tensor, a: Tensor, b: Tensor, epsilon: float, taus: tuple[float, float]) -> Tensor:
+    """What the update of g falls by if f and g first exchange the constant of :func:`absorbed.translation`."""
+    if taus == (1.0, 1.0) or min(taus) == 0:
+        return g.new_zeros(())
+    scale = torch.full((1, 1), epsilon, dtype=g.dtype, device=g.device)
+    # Where no atom has a partner there is no mass to balance.
+    shift = translation(f[None], g[None], a[None], b[None], scale, taus).squeeze().nan_to_num(0.0, 0.0, 0.0)
+    return taus[0] * taus[1] * shift
 
 
 class _Pace:

@@ -36,6 +36,13 @@ class PairCosts:
     y: Features
     mask: CostMatrix | None = None
 
+    def matrix(self, k: int | Tensor) -> CostMatrix:
+        """The costs of problem k with its mask, ``(1, n, m)``, outside the graph."""
+        cost = Matrix(self.cost.values[k]) if isinstance(self.cost, Matrix) else self.cost
+        with torch.no_grad():
+            rows = cost(self.x[k], self.y[k])
+            return (rows if self.mask is None else rows + self.mask[k]).unsqueeze(0)
+
     def problem(self, k: int, a: Weights, b: Weights, dtype: torch.dtype) -> Pairs:
         """Problem k, with its weights ``(n,)`` and ``(m,)``, in blocks of ``dtype``, outside the graph."""
         cost, x, y = self.cost, self.x[k].detach(), self.y[k].detach()

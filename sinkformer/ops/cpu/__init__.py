@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sinkformer.errors import BackendError
+
 _log = logging.getLogger("sinkformer")
 _lock = threading.Lock()
 _unavailable: str | None = None
@@ -90,6 +92,8 @@ def warm_up() -> float:
     Raises:
         BackendError: numba is not installed.
     """
+    if (reason := unavailable()) is not None:
+        raise BackendError(f"there are no kernels to warm up: {reason}")
     started = time.perf_counter()
     half = torch.full((1, 2), 0.5, dtype=torch.float64, device="cpu")
     one = torch.ones(1, dtype=torch.float64, device="cpu")
