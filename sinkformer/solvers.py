@@ -311,8 +311,11 @@ def _check_init(init: Any, mu: Measure, nu: Measure, dtype: torch.dtype) -> tupl
             f"expected init potentials of shapes {tuple(mu.weights.shape)} and {tuple(nu.weights.shape)}, "
             f"received {tuple(f.shape)} and {tuple(g.shape)}"
         )
-    if not bool(torch.isfinite(f).all() and torch.isfinite(g).all()):
-        raise NonFiniteError("expected finite init potentials, received a NaN or infinity; start cold with init=None")
+    if not all(bool((h.abs() <= LARGEST_COST).all()) for h in (f, g)):
+        raise NonFiniteError(
+            f"expected init potentials up to {LARGEST_COST:.0e}, received a NaN, an infinity or more; "
+            f"start cold with init=None"
+        )
     return f.detach().to(dtype).reshape(-1, mu.n), g.detach().to(dtype).reshape(-1, nu.n)
 
 
@@ -497,6 +500,14 @@ class _Problem:
         # Couplings that do not exist: nothing is gained by iterating.
         hopeless = infeasible(self.cost[left], self.a[left], self.b[left])
         outcome.codes[left[hopeless]] = int(Status.INFEASIBLE)
+        lost = left[hopeless & outcome.error[left].isinf()]
+        if len(lost):  # a row or a column without mass left the kernel with nothing to measure
+            problem = self._at(lost)
+            problem = replace(problem, cost=_cleaned(problem.cost.to(problem.epsilon.dtype), problem.a, problem.b)[0])
+            error, gap, value = problem._quality(outcome.f[lost], outcome.g[lost])
+            outcome = outcome.put(
+                lost, _Outcome(*(t[lost] for t in outcome))._replace(error=error, gap=gap, value=value)
+            )
         left = left[~hopeless]
         stopped = (
             left[(self.cost[left] == torch.inf).flatten(1).any(-1)] if max_iterations > _MASKED_BUDGET else left[:0]

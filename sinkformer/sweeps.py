@@ -28,6 +28,8 @@ _PATIENCE = 50
 # of an atom that may be paired with no other. The first must win against the second.
 _FORBIDDEN, _ALONE = 1e30, 1e20
 LARGEST_COST = 1e29
+# Smaller epsilon leave the range of float32.
+_LEAST_IN_FLOAT32 = 1e-30
 
 _Batched = TypeVar("_Batched", bound=Any)
 
@@ -126,6 +128,8 @@ class Loop:
         if allowed is not None:
             # A finite stand-in for +inf: its weight in a sum is zero all the same, and its derivative zero instead of NaN.
             centred = centred.masked_fill(~allowed, _FORBIDDEN)
+        if bool((epsilon < _LEAST_IN_FLOAT32).any()):
+            work = epsilon.dtype
         # A side without any constraint is solved by one update.
         engine = "reference" if unrolled or min(taus) == 0 else engine
         return cls(

@@ -364,6 +364,7 @@ class Couplings(torch.utils.data.Dataset):
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this platform")
 @pytest.mark.filterwarnings("ignore:This process.*is multi-threaded:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 def test_forked_data_loaders():
     expected = torch.stack([Couplings()[k] for k in range(8)])
     loader = torch.utils.data.DataLoader(Couplings(), batch_size=4, num_workers=2, multiprocessing_context="fork")

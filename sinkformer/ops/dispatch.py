@@ -95,14 +95,18 @@ def explain(solved: Any) -> str:
     """Which engine found a solution, and why it was chosen: one sentence.
 
     Args:
-        solved: a ``Solution``, or a coupling with one.
+        solved: a ``Solution``, or a coupling that has one or was rounded from one that has.
 
     Raises:
         DTypeError: neither of them.
     """
+    solved = getattr(solved, "base", solved)  # what a rounded coupling was made from
     choice = getattr(getattr(solved, "solution", solved), "engine", None)
     if not isinstance(choice, Choice):
-        raise DTypeError(f"expected a Solution or a solved Coupling, received {type(solved).__name__}")
+        raise DTypeError(
+            f"expected a Solution, or a coupling that was solved, received {type(solved).__name__}; "
+            f"a coupling made from a given plan has no engine"
+        )
     return str(choice)
 
 

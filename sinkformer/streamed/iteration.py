@@ -357,8 +357,9 @@ def _quality(
         r = _shrink(by_row[start:stop] + total_b)
         reduced += torch.mv(excess.mT, here * r) + (here * r).sum()
     if not sound:
-        lost = torch.full_like(epsilon, torch.nan)
-        return lost, lost, lost
+        # Either there are costs that are none, or the potentials are out of proportion to epsilon.
+        lost = torch.full_like(epsilon, torch.nan if _scan(pairs, a, b) is None else torch.inf)
+        return lost, lost, -lost
     p, q, excess = a * (by_row + total_b), b * (by_column + total_a), (a * by_row).sum()
     error, value = torch.zeros_like(epsilon), -epsilon * excess
     for have, want, potential, tau in ((p, a, f, taus[0]), (q, b, g, taus[1])):

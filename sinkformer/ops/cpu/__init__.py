@@ -27,6 +27,8 @@ _kernels: Any = None
 _WORK_PER_THREAD = 2**22
 # Parts of the batch for every thread: their lengths are not known in advance, so that each takes the next when done.
 _PARTS = 4
+# About a tenth of a second.
+_WORK_PER_PART = 2**28
 # A float32 sum of the sweeps differs from the float64 measurement by about so much.
 _MARGIN = 3e-6
 
@@ -184,35 +186,35 @@ def _in_parts(
     The threads are started for this call, so that a forked process has none to miss; the kernel holds no lock of Python.
     """
     count = len(a)
-    entries = a.shape[-1] * b.shape[-1]
-    threads = min(torch.get_num_threads(), count, 1 + passes * count * entries // _WORK_PER_THREAD)
-    if threads <= 1:
-        kernel(*arguments(np.arange(count)))
-        return
-    sizes = ((a > 0).sum(-1) * (b > 0).sum(-1)).numpy()
+    work = passes * count * a.shape[-1] * b.shape[-1]
+    threads = min(torch.get_num_threads(), count, 1 + work // _WORK_PER_THREAD)
+    kernel(*arguments(np.arange(0)))  # compiled before any thread starts
+    # In parts even for one thread, so that an interrupt is heard between two of them.
+    parts = min(count, threads * _PARTS if threads > 1 else 1 + work // _WORK_PER_PART)
+    sizes = ((a > 0).sum(-1) * (b > 0).sum(-1)).numpy() if parts > 1 else np.zeros(count)
     order = np.argsort(-sizes, kind="stable")
-    parts = [np.ascontiguousarray(order[k :: threads * _PARTS]) for k in range(threads * _PARTS)]
-    waiting, failures = iter(parts), []
-    taking = threading.Lock()
+    waiting, failures = [np.ascontiguousarray(order[k::parts]) for k in reversed(range(parts))], []
 
-    def work() -> None:
-        while True:
-            with taking:
-                which = next(waiting, None)
-            if which is None:
+    def work_on() -> None:
+        while waiting:
+            try:
+                which = waiting.pop()
+            except IndexError:  # another thread was faster
                 return
             try:
                 kernel(*arguments(which))
             except BaseException as error:  # noqa: BLE001 - raised again by the caller
                 failures.append(error)
-                return
+                waiting.clear()
 
-    kernel(*arguments(np.arange(0)))  # compiled before the threads start
-    workers = [threading.Thread(target=work, daemon=True) for _ in range(threads - 1)]
-    for worker in workers:
-        worker.start()
-    work()
-    for worker in workers:
-        worker.join()
+    workers = [threading.Thread(target=work_on, daemon=True) for _ in range(threads - 1)]
+    try:
+        for worker in workers:
+            worker.start()
+        work_on()
+        for worker in workers:
+            worker.join()
+    finally:
+        waiting.clear()
     if failures:
         raise failures[0]

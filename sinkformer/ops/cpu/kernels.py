@@ -493,6 +493,7 @@ def _iterate(
             error = 2 * float(row_error)
             for i in range(n):
                 vs[i] = np.sqrt(x_before[i] * us[i])
+                us[i] = vs[i]
         if not (error < np.inf and smallest > 0 and largest < np.inf):
             # Back to the last absorbed pair, and from there as from a start.
             lost += 1
@@ -718,6 +719,9 @@ def _solve(
         return
     if symmetric:
         _sums(K, u, v, p, q)
+        report[0] = 0.0
+        for i in range(n):
+            report[0] += abs(p[i] - a[i]) + abs(q[i] - b[i])
     else:
         for i in range(n):
             p[i] = a[i]
@@ -726,20 +730,20 @@ def _solve(
     for i in range(n):
         h[i] += epsilon * math.log(u[i] / a[i])
         shift += a[i] * h[i] / 2
+        size = max(size, abs(h[i]))
     for j in range(m):
         k[j] += epsilon * math.log(v[j] / b[j])
         shift -= b[j] * k[j] / 2
+        size = max(size, abs(k[j]))
     shift = 0.0 if symmetric else shift  # not even by rounding
     for i in range(n):
         h[i] -= shift
         f[rows[i]] = h[i]
         value += a[i] * h[i] - epsilon * p[i]
-        size = max(size, abs(h[i]))
     for j in range(m):
         k[j] += shift
         g[columns[j]] = k[j]
         value += b[j] * k[j]
-        size = max(size, abs(k[j]))
     report[2] = value
     report[1] = _gap(C, rows, columns, together, epsilon, a, b, h, k, K, u, v, p, q)
     if size * 1e-15 > 0.01 * tolerance * epsilon:
@@ -885,6 +889,8 @@ def _smallest_ritz(alpha, beta, steps):
 def _pull_back(C, weights_a, weights_b, epsilon, f, g, on_f, on_g, rtol, pull, report):
     """The derivative in the costs of <on_f, f> + <on_g, g>; ``report`` = (relative residual, smallest Ritz value).
 
+    Zero where the plan has lost a row or a column: a problem without a solution has no derivative.
+
     With P the plan and p, q its own marginals, (diag(q) - P^T diag(1/p) P) x = on_g - P^T (on_f / p), then
     l = on_f - P x and the derivative P_ij (l_i / p_i + x_j).
     """
@@ -907,6 +913,14 @@ def _pull_back(C, weights_a, weights_b, epsilon, f, g, on_f, on_g, rtol, pull, r
     _fill(ones, 1)
     _fill(h, 1)
     _sums(P, h, ones, p, q)
+    for i in range(n):
+        if not p[i] > 0:
+            report[0], report[1] = 0.0, np.nan
+            return
+    for j in range(m):
+        if not q[j] > 0:
+            report[0], report[1] = 0.0, np.nan
+            return
 
     # On the right: h = on_f / p; the size of what enters, before any cancellation, is what the residual is relative to.
     right, wanted, size, x, direction = np.empty(m), np.empty(m), 0.0, np.zeros(m), np.empty(m)
