@@ -114,15 +114,14 @@ def draw(dtype: torch.dtype, rng: np.random.Generator, count: int = BATCH) -> Ba
 
 def marginal_errors(batch: Batch, f: Tensor, g: Tensor) -> np.ndarray:
     """L1 of both marginals together, from the formula of the plan."""
-    cost, a, b, epsilon, f, g = (
-        np.asarray(t.detach(), np.float64) for t in (batch.cost, batch.a, batch.b, batch.epsilon, f, g)
-    )
+    tensors = (batch.cost, batch.a, batch.b, batch.epsilon, f, g)
+    cost, a, b, epsilon, u, v = (np.asarray(t.detach(), np.float64) for t in tensors)
     a, b = a / a.sum(-1, keepdims=True), b / b.sum(-1, keepdims=True)
     live = (a > 0)[:, :, None] & (b > 0)[:, None, :]
     cost = np.where(live, cost, np.inf)
     # Problems that did not converge may have plans beyond any number.
     with np.errstate(over="ignore"):
-        plan = a[:, :, None] * b[:, None, :] * np.exp((f[:, :, None] + g[:, None, :] - cost) / epsilon[:, None, None])
+        plan = a[:, :, None] * b[:, None, :] * np.exp((u[:, :, None] + v[:, None, :] - cost) / epsilon[:, None, None])
     return np.abs(plan.sum(2) - a).sum(1) + np.abs(plan.sum(1) - b).sum(1)
 
 

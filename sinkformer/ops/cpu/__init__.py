@@ -75,7 +75,7 @@ def _announce_compilation() -> None:
             function = event.data["dispatcher"].py_func
             if function.__module__ == "sinkformer.ops.cpu.kernels" and not function.__name__.startswith("_"):
                 _log.warning(
-                    "compiling the CPU kernel %r (10 to 20 s, once per machine and precision; "
+                    "compiling the CPU kernel %r (about 20 s, once per machine and precision; "
                     "sinkformer.warm_up() does it at a time of your choosing)",
                     function.__name__,
                 )
