@@ -331,5 +331,5 @@ def test_explain_takes_a_solution_or_what_has_one():
     assert sf.explain(pi) == sf.explain(pi.solution) == str(pi.solution.engine) == "absorbed: asked for by use_backend"
     assert sf.explain(pi.solution.transposed()) == sf.explain(pi)
     for wrong in (half, None, Coupling.from_dense(*(Measure.uniform(half[:, None]),) * 2, torch.eye(2).double() / 2)):
-        with pytest.raises(DTypeError, match="a Solution or a solved Coupling, received"):
+        with pytest.raises(DTypeError, match="a Solution, or a coupling that was solved, received"):
             sf.explain(wrong)
