@@ -781,7 +781,7 @@ BAD = {
         {"init": (torch.zeros(2), torch.zeros(3))}, ShapeError, r"init potentials of shapes \(2,\) and \(2,\), .*\(3,\)",
     ),
     "init NaN": (
-        {"init": (torch.zeros(2), torch.tensor([0.0, NAN]))}, NonFiniteError, r"expected init potentials up to 1e\+29, .* init=None",
+        {"init": (torch.zeros(2), torch.tensor([0.0, NAN]))}, NonFiniteError, r"init potentials up to 1e\+29, .* init=None",
     ),
 }  # fmt: skip
 
