@@ -1,7 +1,7 @@
 """Couplings of two measures: how they are made, and the three kinds there are.
 
-A ``Coupling`` is a lazy matrix (see ``plans``). The solver is dense; once it is done, only ``to_dense()``,
-``as_measure()``, ``density()`` and the losses make all n x m numbers at once.
+A ``Coupling`` is a lazy matrix (see ``plans``). All n x m numbers at once are made by the solver, unless it streams, and by
+``to_dense()``, ``as_measure()``, ``density()`` and the losses.
 
 ``EntropicCoupling`` holds potentials and features, P = a b exp((f + g - C) / epsilon); ``DenseCoupling`` a given matrix;
 ``RoundedCoupling`` another coupling moved to exact marginals.

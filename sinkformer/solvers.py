@@ -83,10 +83,10 @@ def sinkhorn(
     gradient_tolerance: float | None = None,
     on_failure: OnFailure = "warn",
 ) -> Solution:
-    """Solve one entropic transport problem, or a batch of them, in the log domain.
+    """Solve one entropic transport problem, or a batch of them, with the engine that suits it (``sinkformer.explain``).
 
     Every problem of a batch has its own stopping test and does not depend on its neighbours. Sums are taken in float32
-    for float32 and half inputs, in float64 for float64. A problem with mu = nu and a symmetric cost is recognised and
+    or float64 for float32 and half inputs, in float64 for float64. A problem with mu = nu and a symmetric cost is recognised and
     solved by averaged updates, so that f = g exactly (not with ``gradient="unrolled"``).
 
     Args:
@@ -101,8 +101,8 @@ def sinkhorn(
             iterations, and ending there is no failure.
         max_iterations: most sweeps and Newton steps spent on a problem.
         init: potentials ``(f, g)`` to start from, for example those of a solution nearby; switches annealing off.
-        annealing: epsilon starts at the range of the cost and shrinks by this factor at every sweep; None starts at
-            epsilon itself. Without effect on the solution; always off with ``gradient="unrolled"``.
+        annealing: of the engine "reference": epsilon starts at the range of the cost and shrinks by this factor at every
+            sweep; None starts at epsilon itself. Without effect on the solution; off with ``gradient="unrolled"``.
         gradient: ``"implicit"`` differentiates the solution (memory independent of the iterations), ``"unrolled"`` the
             iterations themselves, for which the graph keeps all of them, and for which an atom of weight zero is padding.
         gradient_tolerance: relative error asked of implicit derivatives of plan and potentials: the residual of their

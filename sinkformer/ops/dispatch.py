@@ -26,6 +26,8 @@ BACKENDS: tuple[Backend, ...] = get_args(Backend)
 # Pairs of a problem beyond which no matrix is stored: 1 GiB in float64.
 MOST_STORED = 2**27
 
+_UNROLLED = "gradient='unrolled' differentiates the log-domain sweeps"
+
 _forced: ContextVar[Backend | None] = ContextVar("sinkformer_backend", default=None)
 
 
@@ -70,25 +72,27 @@ def choose(device: torch.device, taus: tuple[float, float], pairs: int, *, unrol
     Raises:
         BackendError: the engine asked for by ``use_backend`` cannot solve them.
     """
-    refusals = {
-        "reference": None,
-        "absorbed": "gradient='unrolled' differentiates the log-domain sweeps" if unrolled else None,
-        "streamed": "gradient='unrolled' stores every sweep" if unrolled else None,
-        "cpu": _refusal_of_the_kernels(device, taus, unrolled),
-    }
     forced = _forced.get()
     if forced is not None:
-        refusal = refusals[forced]
+        refusal = None
+        if forced == "cpu":
+            refusal = _refusal_of_the_kernels(device, taus, unrolled)
+        elif unrolled and forced == "absorbed":
+            refusal = _UNROLLED
+        elif unrolled and forced == "streamed":
+            refusal = "gradient='unrolled' stores every sweep"
         if refusal is not None:
             raise BackendError(f"the backend {forced!r} was asked for and cannot solve this problem: {refusal}")
         return Choice(forced, "asked for by use_backend")
     if unrolled:
-        return Choice("reference", "gradient='unrolled' differentiates the log-domain sweeps")
+        return Choice("reference", _UNROLLED)
     if from_points and pairs > MOST_STORED:
         return Choice("streamed", f"{pairs} pairs in one problem are more than the {MOST_STORED} that are stored")
-    if refusals["cpu"] is None:
+    # Asked last: it imports numba.
+    refusal = _refusal_of_the_kernels(device, taus, unrolled)
+    if refusal is None:
         return Choice("cpu", "couplings on the CPU, and numba is there")
-    return Choice("absorbed", f"not cpu: {refusals['cpu']}")
+    return Choice("absorbed", f"not cpu: {refusal}")
 
 
 def explain(solved: Any) -> str:
@@ -116,5 +120,5 @@ def _refusal_of_the_kernels(device: torch.device, taus: tuple[float, float], unr
     if taus != (1.0, 1.0):
         return f"the compiled kernels solve couplings (tau_a = tau_b = 1), received taus {taus}"
     if unrolled:
-        return "gradient='unrolled' differentiates the log-domain sweeps"
+        return _UNROLLED
     return cpu.unavailable()
