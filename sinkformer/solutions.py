@@ -113,7 +113,7 @@ class Solution:
     @property
     def worst(self) -> tuple[int, ...] | None:
         """Index of the problem to worry about: the gravest status, then the largest marginal error; None if all converged."""
-        if not self.codes.numel() or bool(self.converged.all()):
+        if not self.codes.count_nonzero().item():  # CONVERGED is zero
             return None
         gravest = self.codes == self.codes.max()
         error = torch.where(gravest, self.marginal_error.nan_to_num(torch.inf), -1.0)

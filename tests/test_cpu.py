@@ -21,6 +21,7 @@ from sinkformer.errors import InfeasibleError, NonFiniteError
 from sinkformer.ops import cpu
 
 kernels = pytest.importorskip("sinkformer.ops.cpu.kernels", reason="the extra [fast] is not installed")
+vectors = pytest.importorskip("sinkformer.ops.cpu.vectors")
 INF = math.inf
 
 
@@ -67,15 +68,20 @@ def test_exponentials(pieces, dtype, error, lowest):
     assert (out[-3:] == 0).all(), "exactly zero, not only small"
 
 
+def padded(x):
+    """With zeros at the end of the last axis, up to whole vectors."""
+    return np.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % vectors.LANES)])
+
+
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize(("n", "m"), [(1, 1), (3, 5), (4, 8), (9, 33)])
 def test_a_plain_sweep(pieces, n, m, dtype):
     generator = np.random.default_rng(0)
-    K, u, v = generator.random((n, m)).astype(dtype), np.ones(n, dtype), np.ones(m, dtype)
+    K, u, v = padded(generator.random((n, m)).astype(dtype)), np.ones(n, dtype), padded(np.ones(m, dtype))
     a, b = np.full(n, 1 / n, dtype), np.full(m, 1 / m, dtype)
     x = np.empty(n, dtype)
-    errors = pieces._sweep(K, u, v, a, b, np.empty(m, dtype), x, 0.0)
-    wide = K.astype(float)
+    errors = pieces._sweep(K, u, v, a, b, np.empty_like(v), x, 0.0)
+    wide, v = K[:, :m].astype(float), v[:m]
     expected_u = a / wide.sum(1)
     expected_v = b / (wide.T @ expected_u)
     np.testing.assert_allclose(u, expected_u, rtol=1e-5)
@@ -128,13 +134,14 @@ def test_compiled_or_not_is_the_same(pieces, dtype):
     cost[2] = cost[2].nan_to_num() + cost[2].nan_to_num().mT
     b[2] = a[2]
     arrays = [t.numpy() for t in (cost, a, b, torch.full((3,), 0.01, dtype=torch.float64))]
-    like, found = np.empty(0, cost.numpy().dtype), []
+    store, found = np.empty(kernels.storage(6, 6), cost.numpy().dtype), []
     for module in (kernels, pieces):
         f, g, report = np.zeros((3, 6)), np.zeros((3, 6)), np.empty((3, 5))
-        module.solve(np.arange(3), *arrays, f, g, False, like, 1e-4, 9e-5, 500, 500, 500, report)
+        module.solve(np.arange(3), store, *arrays, f, g, False, 1e-4, 9e-5, 500, 500, 500, report)
         pull, numbers = np.zeros(cost.shape), np.empty((3, 2))
         on_f, on_g = np.where(arrays[1] > 0, 1.0, 0.0), np.where(arrays[2] > 0, -0.5, 0.0)
-        module.pull_back(np.arange(3), arrays[0].astype(float), *arrays[1:], f, g, on_f, on_g, 1e-3, pull, numbers)
+        wide = store.astype(float), arrays[0].astype(float)
+        module.pull_back(np.arange(3), *wide, *arrays[1:], f, g, on_f, on_g, 1e-3, pull, numbers)
         found.append((f, g, report, pull, numbers))
     for one, other in zip(*found, strict=True):
         np.testing.assert_allclose(one, other, rtol=2e-3, atol=2e-4 if dtype == torch.float32 else 1e-9)

@@ -33,6 +33,7 @@ from sinkformer.errors import (
     InfeasibleError,
     NonFiniteError,
     ShapeError,
+    WeightError,
 )
 
 INF, NAN = float("inf"), float("nan")
@@ -753,6 +754,28 @@ BAD = {
         DTypeError,
         r"floating-point .*, received torch\.int64",
     ),
+    "no weights": (
+        {"mu": torch.zeros(0).double(), "cost": torch.zeros(0, 2)}, ShapeError, r"\(\*batch, n\), n >= 1, received \(0,\)",
+    ),
+    "one weight without an axis": (
+        {"mu": torch.tensor(1.0).double(), "cost": torch.zeros(1, 2)}, ShapeError, r"\(\*batch, n\), n >= 1, received \(\)",
+    ),
+    "negative weights": (
+        {"mu": tensor(1.5, -0.5), "cost": torch.zeros(2, 2)}, WeightError, r"non-negative weights, received -0\.5",
+    ),
+    "NaN weights": (
+        {"mu": tensor(NAN, 1.0), "cost": torch.zeros(2, 2)}, NonFiniteError, r"finite weights, .* at index \[0\]",
+    ),
+    "too little weight": (
+        {"mu": tensor([0.5, 0.5], [0.5, 0.4]), "nu": tensor([0.5, 0.5], [0.5, 0.5]), "cost": torch.zeros(2, 2, 2)},
+        WeightError,
+        r"a sum of 0\.9 at batch element \[1\]",
+    ),
+    "too much weight": (
+        {"mu": tensor([0.5, 0.5], [0.5, 0.6]), "nu": tensor([0.5, 0.5], [0.5, 0.5]), "cost": torch.zeros(2, 2, 2)},
+        WeightError,
+        r"a sum of 1\.1 at batch element \[1\]",
+    ),
     "dimensions": ({"mu": Measure.uniform(torch.zeros(2, 3).double())}, ShapeError, r"one dimension, received 3 and 2"),
     "cost": ({"cost": "sqeuclidean"}, DTypeError, r"expected a Cost or a cost matrix, received str; use NegativeDot"),
     "cost shape": ({"cost": torch.zeros(2, 3)}, ShapeError, r"a cost matrix of shape \(2, 2\) .*, received \(2, 3\)"),
@@ -762,6 +785,9 @@ BAD = {
     "epsilon negative": ({"epsilon": -1}, ConfigError, r"epsilon positive and finite, received -1"),
     "epsilon NaN": ({"epsilon": NAN}, ConfigError, r"epsilon positive and finite, received nan"),
     "epsilon infinite": ({"epsilon": INF}, ConfigError, r"epsilon positive and finite, received inf"),
+    "epsilon partly NaN": ({"epsilon": torch.tensor([1.0, NAN])}, ConfigError, r"epsilon positive and finite"),
+    "epsilon partly infinite": ({"epsilon": torch.tensor([INF, 1.0])}, ConfigError, r"epsilon positive and finite"),
+    "epsilon partly zero": ({"epsilon": torch.tensor([1.0, 0.0])}, ConfigError, r"epsilon positive and finite"),
     "epsilon shape": ({"epsilon": torch.ones(3)}, ShapeError, r"epsilon as a number or of shape \(\), received \(3,\)"),
     "epsilon string": ({"epsilon": "0.1"}, (ConfigError, DTypeError), r"epsilon"),
     "boolean mask": ({"mask": torch.zeros(2, 2).bool()}, DTypeError, r"additive .*mask .*torch\.bool; .*costs\.forbid"),
@@ -777,6 +803,9 @@ BAD = {
     "annealing": ({"annealing": 1.0}, ConfigError, r"an annealing factor between 0 and 1, or None, received 1\.0"),
     "gradient": ({"gradient": "autodiff"}, ConfigError, r"gradient 'implicit' or 'unrolled', received 'autodiff'"),
     "on_failure": ({"on_failure": "shrug"}, ConfigError, r"on_failure 'warn', 'raise' or 'ignore', received 'shrug'"),
+    "unknown option": ({"iterations": 5}, TypeError, r"unexpected keyword argument 'iterations'"),
+    "boolean option": ({"max_iterations": True}, ConfigError, r"max_iterations as a number, received True"),
+    "no tau": ({"tau_a": None}, ConfigError, r"tau_a as a number, received None"),
     "init shapes": (
         {"init": (torch.zeros(2), torch.zeros(3))}, ShapeError, r"init potentials of shapes \(2,\) and \(2,\), .*\(3,\)",
     ),

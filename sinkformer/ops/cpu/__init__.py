@@ -9,7 +9,7 @@ import importlib
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,6 +23,8 @@ _lock = threading.Lock()
 _unavailable: str | None = None
 _kernels: Any = None
 
+# Passes over a problem that its work is guessed from.
+_PASSES = 20
 # Below this many multiplications (about a millisecond) a second thread costs more than it saves.
 _WORK_PER_THREAD = 2**22
 # Parts of the batch for every thread: their lengths are not known in advance, so that each takes the next when done.
@@ -133,18 +135,14 @@ def solve(
         start: potentials g ``(B, m)`` to start from, float64.
     """
     (B, n), m = a.shape, b.shape[-1]
-    like = np.empty(0, _numpy(cost).dtype)
-    f, g = epsilon.new_zeros((B, n)), epsilon.new_zeros((B, m))
-    if start is not None:
-        g.copy_(start)
-    report = epsilon.new_empty((B, 5))
-    goal = 0.99 * tolerance - (_MARGIN if like.dtype == np.float32 else 0.0)
-    shared = [_numpy(t) for t in (cost, a, b, epsilon, f, g)]
+    problem = [_numpy(t) for t in (cost, a, b, epsilon)]
+    f, g, report = np.zeros((B, n)), np.zeros((B, m)) if start is None else _numpy(start).copy(), np.empty((B, 5))
+    goal = 0.99 * tolerance - (_MARGIN if problem[0].dtype == np.float32 else 0.0)
     budgets = [int(budget if most is None else most) for most in (budget, patience, masked_budget)]
-    rest = (start is not None, like, float(tolerance), goal, *budgets, _numpy(report))
-    _in_parts(_load().solve, a, b, 20, lambda which: (which, *shared, *rest))
-    error, gap, value, sweeps, codes = report.unbind(-1)
-    return Solved(f, g, error, gap, value, sweeps.to(torch.int64), codes.to(torch.int8))
+    arguments = (*problem, f, g, start is not None, float(tolerance), goal, *budgets, report)
+    _in_parts(_load().solve, a, b, arguments)
+    numbers = (report[:, 0], report[:, 1], report[:, 2], report[:, 3].astype(np.int64), report[:, 4].astype(np.int8))
+    return Solved(*map(torch.from_numpy, (f, g, *numbers)))
 
 
 def pull_back(
@@ -168,44 +166,46 @@ def pull_back(
     wide = cost.detach().to(torch.float64)
     pull = torch.zeros_like(wide, memory_format=torch.contiguous_format)
     report = epsilon.new_empty((len(a), 2))
-    shared = [_numpy(t) for t in (wide, a, b, epsilon, f, g, on_f, on_g)]
-    rest = (float(rtol), _numpy(pull), _numpy(report))
-    _in_parts(_load().pull_back, a, b, 20, lambda which: (which, *shared, *rest))
+    arguments = [_numpy(t) for t in (wide, a, b, epsilon, f, g, on_f, on_g)]
+    _in_parts(_load().pull_back, a, b, (*arguments, float(rtol), _numpy(pull), _numpy(report)))
     return pull.to(cost.dtype), report[:, 0], report[:, 1]
 
 
 def _numpy(t: Tensor) -> np.ndarray:
-    return t.detach().contiguous().numpy()
+    return t.contiguous().numpy(force=True)
 
 
-def _in_parts(
-    kernel: Callable[..., None], a: Tensor, b: Tensor, passes: int, arguments: Callable[[np.ndarray], tuple]
-) -> None:
+def _in_parts(kernel: Callable[..., None], a: Tensor, b: Tensor, arguments: Sequence) -> None:
     """Call the kernel on all problems, on as many threads as torch may use and the work is worth.
 
     The threads are started for this call, so that a forked process has none to miss; the kernel holds no lock of Python.
     """
     count = len(a)
-    work = passes * count * a.shape[-1] * b.shape[-1]
+    work = _PASSES * count * a.shape[-1] * b.shape[-1]
     threads = min(torch.get_num_threads(), count, 1 + work // _WORK_PER_THREAD)
-    kernel(*arguments(np.arange(0)))  # compiled before any thread starts
     # In parts even for one thread, so that an interrupt is heard between two of them.
     parts = min(count, threads * _PARTS if threads > 1 else 1 + work // _WORK_PER_PART)
-    sizes = ((a > 0).sum(-1) * (b > 0).sum(-1)).numpy() if parts > 1 else np.zeros(count)
+    storage, dtype = _kernels.storage(a.shape[-1], b.shape[-1]), arguments[0].dtype
+    if parts <= 1:
+        kernel(np.arange(count), np.empty(storage, dtype), *arguments)
+        return
+    kernel(np.arange(0), np.empty(0, dtype), *arguments)  # compiled before any thread starts
+    sizes = ((a > 0).sum(-1) * (b > 0).sum(-1)).numpy()
     order = np.argsort(-sizes, kind="stable")
     waiting, failures = [np.ascontiguousarray(order[k::parts]) for k in reversed(range(parts))], []
 
     def work_on() -> None:
-        while waiting:
-            try:
-                which = waiting.pop()
-            except IndexError:  # another thread was faster
-                return
-            try:
-                kernel(*arguments(which))
-            except BaseException as error:  # noqa: BLE001 - raised again by the caller
-                failures.append(error)
-                waiting.clear()
+        try:
+            store = np.empty(storage, dtype)
+            while waiting:
+                try:
+                    which = waiting.pop()
+                except IndexError:  # another thread was faster
+                    return
+                kernel(which, store, *arguments)
+        except BaseException as error:  # noqa: BLE001 - raised again by the caller
+            failures.append(error)
+            waiting.clear()
 
     workers = [threading.Thread(target=work_on, daemon=True) for _ in range(threads - 1)]
     try:

@@ -1,8 +1,9 @@
-"""The compiled kernels: one problem at a time, every pass over n x m a plain loop that the compiler vectorises.
+"""The compiled kernels: one problem at a time, every pass over n x m a loop that the compiler makes vectors of.
 
 Nothing here knows of torch. Arrays are contiguous; potentials, weights and results are float64; K has the precision of the
-sweeps (float32 or float64), C its own. All kernels stand in this one file because the compiler's cache looks at the file of a
-function only, not at those of its callees.
+sweeps (float32 or float64), C its own. Rows of K are padded with zeros to whole vectors, and so is what they are multiplied
+with; products with K are in ``vectors``. All kernels stand in this one file because the compiler's cache looks at the file of
+a function only, not at those of its callees: after a change of ``vectors``, change this one.
 
 *Scalings*. P = diag(u) K diag(v), K = exp((h + k - C) / epsilon), with the weights inside: h = f + epsilon log a at the
 moment of absorption, and likewise k. A sweep reads K once: four rows at a time, r = K v, the update of u, and the sums
@@ -23,6 +24,8 @@ from typing import Any
 import numpy as np
 from numba import njit
 
+from sinkformer.ops.cpu.vectors import LANES, add_row, add_rows, extremes, product, products
+
 # Sums may be reordered, which makes vectors of them; NaN and infinity keep their meaning. The exponentials may not: a
 # reordered (t + magic) - magic is t.
 _SUMS = {"reassoc", "contract", "nsz"}
@@ -41,6 +44,11 @@ def _compiled(fastmath: Any, from_python: bool = False) -> Any:
             return njit(cache=False, **options)(function)
 
     return decorate
+
+
+def storage(n: int, m: int) -> int:
+    """How many numbers a matrix of n rows and m columns takes with its padding."""
+    return n * ((m + LANES - 1) // LANES * LANES)
 
 
 # Exponentials ---------------------------------------------------------------------------------------------------------
@@ -117,20 +125,44 @@ def _exponentials(z, out, rounded):
             wide_bits[j] += wide_powers[j] << _SHIFT
 
 
+@_compiled(_EXACT)
+def _padded(length):
+    """The smallest multiple of ``LANES`` that is no less."""
+    return (length + LANES - 1) // LANES * LANES
+
+
+@_compiled(_EXACT)
+def _matrix(store, n, m):
+    """A matrix of n rows, padded, in the numbers of ``store``."""
+    return store[: n * _padded(m)].reshape(n, _padded(m))
+
+
+@_compiled(_EXACT)
+def _copy(values, out):
+    for i in range(out.shape[0]):
+        out[i] = values[i]
+
+
+@_compiled(_EXACT)
+def _fill(out, value):
+    for i in range(out.shape[0]):
+        out[i] = value
+
+
 # Passes over the costs ------------------------------------------------------------------------------------------------
 
 _LARGEST_COST = 1e29
 
 
 @_compiled(_EXACT)
-def _read(cost, columns, together, row):
-    """The live entries of a row of costs, as float64."""
+def _read(C, i, columns, together, row):
+    """The live entries of row i of the costs, as float64."""
     if together:  # no gather, which is slow, where padding stands at the end
         for j in range(row.shape[0]):
-            row[j] = cost[j]
+            row[j] = C[i, j]
     else:
         for j in range(row.shape[0]):
-            row[j] = cost[columns[j]]
+            row[j] = C[i, columns[j]]
 
 
 @_compiled(_EXACT)
@@ -139,11 +171,8 @@ def _split(weights):
     live, dead = np.empty(weights.shape[0], np.int64), np.empty(weights.shape[0], np.int64)
     count = 0
     for i in range(weights.shape[0]):
-        if weights[i] > 0:
-            live[count] = i
-            count += 1
-        else:
-            dead[i - count] = i
+        live[count], dead[i - count] = i, i
+        count += weights[i] > 0
     return live[:count], dead[: weights.shape[0] - count]
 
 
@@ -159,53 +188,63 @@ def _normalise(weights, live, out):
 
 
 @_compiled(_EXACT)
-def _range(C, rows, columns, together, row):
-    """Largest minus smallest cost of an allowed live pair, and whether one is forbidden.
-
-    -1 if one is neither a number up to the largest nor +inf.
-    """
-    low, high, wrong, forbidden = np.inf, -np.inf, 0, 0
-    for i in range(rows.shape[0]):
-        _read(C[rows[i]], columns, together, row)
-        for j in range(row.shape[0]):
-            x = row[j]
-            wrong += not (abs(x) <= _LARGEST_COST or x == np.inf)
-            forbidden += x == np.inf
-            low = x if x < low else low
-            x = x if x < np.inf else -np.inf
-            high = x if x > high else high
-    return -1.0 if wrong else max(high - low, 0.0), forbidden > 0
+def _extent(x):
+    """The smallest and the largest of some numbers, NaN left out, and 0, or NaN where one is NaN or infinite."""
+    if x.shape[0] >= LANES:
+        return extremes(x)
+    low, high, zero = x[0], x[0], x[0] * 0
+    for j in range(1, x.shape[0]):
+        low, high = x[j] if x[j] < low else low, x[j] if x[j] > high else high
+        zero += x[j] * 0
+    return low, high, zero
 
 
 @_compiled(_EXACT)
-def _centre(C, rows, columns, together, slack, h, k, row):
-    """Potentials for which no row or column of K vanishes.
+def _centre(C, rows, columns, together, slack, h, k, row, least):
+    """Potentials for which no row or column of K vanishes; and what kind of costs these are.
 
     h_i = min_j (C_ij - k_j), so that every row has an entry 1 and none above; k_j is raised where min_i (C_ij - k_j - h_i) is
-    more than ``slack``.
+    more than ``slack``. Scratch: row, least, of the number of columns.
 
-    False if a row or a column is forbidden altogether.
+    Returns:
+        ``(range, forbidden, lost)``: largest minus smallest cost of an allowed pair, -1 if one is neither a number up to the
+        largest nor +inf; whether a pair is forbidden; whether a row or a column is forbidden altogether.
     """
-    least = np.empty(row.shape[0])
+    low, high, wrong, forbidden, lost, flat = np.inf, -np.inf, False, False, False, True
     for j in range(row.shape[0]):
         least[j] = np.inf
+        flat &= k[j] == 0
     for i in range(rows.shape[0]):
-        _read(C[rows[i]], columns, together, row)
-        smallest = np.inf
-        for j in range(row.shape[0]):
-            x = row[j] - k[j]
-            row[j] = x
-            smallest = min(smallest, x)
-        if smallest == np.inf:
-            return False
-        h[i] = smallest
-        for j in range(row.shape[0]):
-            least[j] = min(least[j], row[j] - smallest)
+        _read(C, rows[i], columns, together, row)
+        smallest, largest, finite = _extent(row)
+        if finite == 0 and -_LARGEST_COST <= smallest and largest <= _LARGEST_COST:
+            low, high = min(low, smallest), max(high, largest)
+        else:
+            for j in range(row.shape[0]):
+                x = row[j]
+                if x == np.inf:
+                    forbidden = True
+                elif abs(x) <= _LARGEST_COST:
+                    low, high = min(low, x), max(high, x)
+                else:
+                    wrong = True
+        if not flat:
+            for j in range(row.shape[0]):
+                row[j] -= k[j]
+            smallest, _, _ = _extent(row)
+        if smallest < np.inf:
+            h[i] = smallest
+            for j in range(row.shape[0]):
+                x, y = row[j] - smallest, least[j]
+                least[j] = x if x < y else y
+        else:
+            lost = True
     for j in range(row.shape[0]):
         if least[j] == np.inf:
-            return False
-        k[j] += max(0.0, least[j] - slack)
-    return True
+            lost = True
+        else:
+            k[j] += max(0.0, least[j] - slack)
+    return -1.0 if wrong else max(high - low, 0.0), forbidden, lost
 
 
 # Exponentials are taken of as many rows at a time as have about so many entries: short rows alone are too slow.
@@ -213,22 +252,35 @@ _STRETCH = 512
 
 
 @_compiled(_EXACT)
+def _scratch(m, like):
+    """What ``_absorb`` writes exponents of a stretch of rows to, very low in the padding; and the same for K."""
+    size = max(1, _STRETCH // _padded(m)) * _padded(m)
+    z = np.empty(size)
+    for j in range(size):
+        z[j] = -1e9
+    return z, np.empty(size, like.dtype)
+
+
+@_compiled(_EXACT)
 def _absorb(C, rows, columns, together, epsilon, h, k, K, z, rounded):
-    """K = exp((h + k - C) / epsilon); exponents are summed in float64. Scratch: z, rounded of a stretch of rows."""
-    n, m = K.shape
-    flat, scale, step = K.reshape(n * m), 1 / epsilon, z.shape[0] // m
+    """K = exp((h + k - C) / epsilon), zero in the padding; exponents are summed in float64."""
+    n, m, width = K.shape[0], columns.shape[0], K.shape[1]
+    flat, scale, step = K.reshape(n * width), 1 / epsilon, z.shape[0] // width
+    exponents = z.reshape(step, width)
     for start in range(0, n, step):
         stop = min(n, start + step)
         for i in range(start, stop):
-            part, cost, height = z[(i - start) * m : (i - start + 1) * m], C[rows[i]], h[i]
+            at, row, height = i - start, rows[i], h[i]
             if together:
                 for j in range(m):
-                    part[j] = ((height - cost[j]) + k[j]) * scale  # in this order: h and C may be large and alike
+                    exponents[at, j] = (
+                        (height - C[row, j]) + k[j]
+                    ) * scale  # in this order: h and C may be large and alike
             else:
                 for j in range(m):
-                    part[j] = ((height - cost[columns[j]]) + k[j]) * scale
-        size = (stop - start) * m
-        _exponentials(z[:size], flat[start * m : start * m + size], rounded[:size])
+                    exponents[at, j] = ((height - C[row, columns[j]]) + k[j]) * scale
+        size = (stop - start) * width
+        _exponentials(z[:size], flat[start * width : start * width + size], rounded[:size])
 
 
 # Sweeps ---------------------------------------------------------------------------------------------------------------
@@ -248,71 +300,65 @@ def _sweep(K, u, v, a, b, c, x, t):
 
     Returns the L1 errors of rows and columns before their updates, and the smallest and largest scaling afterwards.
     """
-    n, m = K.shape
+    n, m = K.shape[0], b.shape[0]
     zero, one = K.dtype.type(0), K.dtype.type(1)
     plus, minus = one + K.dtype.type(t), one - K.dtype.type(t)
     row_error, column_error = zero, zero
-    for j in range(m):
-        c[j] = zero
+    _fill(c, zero)
     fours = n - n % 4
     for i in range(0, fours, 4):
-        k0, k1, k2, k3 = K[i], K[i + 1], K[i + 2], K[i + 3]
-        r0, r1, r2, r3 = zero, zero, zero, zero
-        for j in range(m):
-            w = v[j]
-            r0 += k0[j] * w
-            r1 += k1[j] * w
-            r2 += k2[j] * w
-            r3 += k3[j] * w
+        r0, r1, r2, r3 = products(K, i, v)
         u0, x[i], e0 = _relaxed(u[i], r0, a[i], plus, minus)
         u1, x[i + 1], e1 = _relaxed(u[i + 1], r1, a[i + 1], plus, minus)
         u2, x[i + 2], e2 = _relaxed(u[i + 2], r2, a[i + 2], plus, minus)
         u3, x[i + 3], e3 = _relaxed(u[i + 3], r3, a[i + 3], plus, minus)
         u[i], u[i + 1], u[i + 2], u[i + 3] = u0, u1, u2, u3
         row_error += e0 + e1 + e2 + e3
-        for j in range(m):
-            c[j] += u0 * k0[j] + u1 * k1[j] + u2 * k2[j] + u3 * k3[j]
+        add_rows(K, i, u0, u1, u2, u3, c)
     for i in range(fours, n):
-        k0 = K[i]
-        r0 = zero
-        for j in range(m):
-            r0 += k0[j] * v[j]
-        u0, x[i], e0 = _relaxed(u[i], r0, a[i], plus, minus)
+        u0, x[i], e0 = _relaxed(u[i], product(K, i, v), a[i], plus, minus)
         u[i] = u0
         row_error += e0
-        for j in range(m):
-            c[j] += u0 * k0[j]
-    smallest, largest = one, one
-    for i in range(n):
-        smallest, largest = min(smallest, u[i]), max(largest, u[i])
+        add_row(K, i, u0, c)
     for j in range(m):
         w, _, e = _relaxed(v[j], c[j], b[j], plus, minus)
         v[j] = w
-        column_error += e
-        smallest, largest = min(smallest, w), max(largest, w)
-    return row_error, column_error, smallest, largest
+        column_error += e + w * zero  # NaN where w is no number, which _extent leaves out
+    low, high, _ = _extent(u)
+    smallest, largest, _ = _extent(v[:m])
+    return row_error, column_error, min(low, smallest), max(high, largest)
 
 
 @_compiled(_SUMS)
-def _settle(K, a, b, u, v, q):
-    """The exact update of u, and the column sums q that follow, in float64: returns the L1 error of the plan."""
-    n, m = K.shape
-    for j in range(m):
-        q[j] = 0.0
+def _sums(K, exact, a, u, v, p, q):
+    """Row sums p and column sums q of diag(u) K diag(v), in float64; with ``exact`` u = a / (K v) first, so that p = a."""
+    n = K.shape[0]
+    _fill(q, 0.0)
+    fours = n - n % 4
+    for i in range(0, fours, 4):
+        p[i], p[i + 1], p[i + 2], p[i + 3] = products(K, i, v)
+        if exact:
+            for k in range(i, i + 4):
+                u[k] = a[k] / p[k]
+        add_rows(K, i, u[i], u[i + 1], u[i + 2], u[i + 3], q)
+    for i in range(fours, n):
+        p[i] = product(K, i, v)
+        if exact:
+            u[i] = a[i] / p[i]
+        add_row(K, i, u[i], q)
     for i in range(n):
-        k = K[i]
-        total = 0.0
-        for j in range(m):
-            total += k[j] * v[j]
-        scale = a[i] / total
-        u[i] = scale
-        for j in range(m):
-            q[j] += scale * k[j]
-    error = 0.0
-    for j in range(m):
+        p[i] *= u[i]
+    for j in range(q.shape[0]):
         q[j] *= v[j]
-        error += abs(q[j] - b[j])
-    return error
+
+
+@_compiled(_SUMS)
+def _distance(x, y):
+    """The L1 distance of x and y, of the length of y."""
+    total = 0.0
+    for j in range(y.shape[0]):
+        total += abs(x[j] - y[j])
+    return total
 
 
 # The rate of over-relaxation ------------------------------------------------------------------------------------------
@@ -405,18 +451,6 @@ _FIRST_EPSILON, _STRIDE, _ON_THE_WAY = 0.1, 4.0, 3e-3
 
 
 @_compiled(_EXACT)
-def _copy(values, out):
-    for i in range(out.shape[0]):
-        out[i] = values[i]
-
-
-@_compiled(_EXACT)
-def _fill(out, value):
-    for i in range(out.shape[0]):
-        out[i] = value
-
-
-@_compiled(_EXACT)
 def _iterate(
     C, rows, columns, together, symmetric, epsilon, spread, cold, a, b, h, k, K, u, v, q, tolerance, goal, budget
 ):
@@ -429,11 +463,11 @@ def _iterate(
 
     Returns ``(error, sweeps)``; error = inf where a row or a column keeps losing all its mass.
     """
-    n, m = K.shape
-    stretch = max(1, _STRETCH // m) * m
-    z, rounded, c = np.empty(stretch), np.empty(stretch, K.dtype), np.empty(m, K.dtype)
-    us, vs, x, x_before = np.empty(n, K.dtype), np.empty(m, K.dtype), np.empty(n, K.dtype), np.empty(n, K.dtype)
-    at, bt, rate = np.empty(n, K.dtype), np.empty(m, K.dtype), np.empty(8)
+    n, m = rows.shape[0], columns.shape[0]
+    z, rounded = _scratch(m, K)
+    c, vs, bt, least = np.empty(q.shape[0], K.dtype), np.zeros(q.shape[0], K.dtype), np.empty(m, K.dtype), np.empty(m)
+    us, x, x_before, at = np.empty(n, K.dtype), np.empty(n, K.dtype), np.empty(n, K.dtype), np.empty(n, K.dtype)
+    rate, p = np.empty(8), np.empty(n)
     for i in range(n):
         at[i], us[i], x[i] = a[i], 1, 1
     for j in range(m):
@@ -452,22 +486,24 @@ def _iterate(
                 k[j] += (final - epsilon) * math.log(b[j]) + epsilon * math.log(vs[j])
                 vs[j] = 1
             epsilon, absorb = final, True
-            _centre(C, rows, columns, together, _SLACK * epsilon, h, k, z[:m])
-            for i in range(n):
-                us[i] = 1
+            _centre(C, rows, columns, together, _SLACK * epsilon, h, k, z[:m], least)
+            _fill(us, 1)
         if absorb:
             for i in range(n):
-                h[i] += epsilon * math.log(us[i])
+                if us[i] != 1:
+                    h[i] += epsilon * math.log(us[i])
                 us[i] = 1
             for j in range(m):
-                k[j] += epsilon * math.log(vs[j])
+                if vs[j] != 1:
+                    k[j] += epsilon * math.log(vs[j])
                 vs[j] = 1
             _absorb(C, rows, columns, together, epsilon, h, k, K, z, rounded)
             absorb = False
         if measure:
             for j in range(m):
                 v[j] = vs[j]
-            error = _settle(K, a, b, u, v, q)
+            _sums(K, True, a, u, v, p, q)
+            error = _distance(q, b)
             if symmetric:
                 error = 0.0
                 for i in range(n):
@@ -497,12 +533,12 @@ def _iterate(
         if not (error < np.inf and smallest > 0 and largest < np.inf):
             # Back to the last absorbed pair, and from there as from a start.
             lost += 1
-            if symmetric or lost > _ATTEMPTS or not _centre(C, rows, columns, together, _SLACK * epsilon, h, k, z[:m]):
+            if symmetric or lost > _ATTEMPTS:
                 return np.inf, sweeps
-            for i in range(n):
-                us[i] = 1
-            for j in range(m):
-                vs[j] = 1
+            if _centre(C, rows, columns, together, _SLACK * epsilon, h, k, z[:m], least)[2]:
+                return np.inf, sweeps
+            _fill(us, 1)
+            _fill(vs[:m], 1)
             _first_rate(rate)
             since, wait, trial, absorb = 0, _FIRST_LOOK, False, True
             continue
@@ -512,9 +548,8 @@ def _iterate(
                 k[j] += epsilon * math.log(vs[j]) + (epsilon / _STRIDE - epsilon) * math.log(b[j])
                 vs[j] = 1
             epsilon = max(final, epsilon / _STRIDE)
-            _centre(C, rows, columns, together, _SLACK * epsilon, h, k, z[:m])
-            for i in range(n):
-                us[i] = 1
+            _centre(C, rows, columns, together, _SLACK * epsilon, h, k, z[:m], least)
+            _fill(us, 1)
             _first_rate(rate)
             since, wait, trial, absorb = 0, _FIRST_LOOK, False, True
             continue
@@ -554,30 +589,13 @@ def _symmetric(C, a, b):
 
 
 @_compiled(_SUMS)
-def _sums(K, u, v, p, q):
-    """Row and column sums of diag(u) K diag(v), in float64."""
-    n, m = K.shape
-    for j in range(m):
-        q[j] = 0.0
-    for i in range(n):
-        k, scale = K[i], u[i]
-        total = 0.0
-        for j in range(m):
-            total += k[j] * v[j]
-            q[j] += scale * k[j]
-        p[i] = scale * total
-    for j in range(m):
-        q[j] *= v[j]
-
-
-@_compiled(_SUMS)
-def _rounding_row(cost, k, right, squares):
+def _rounding_row(cost, K, i, right, squares):
     """``(sum_j right_j C_ij, sum_j squares_j / K_ij)``; where nothing is added no infinity comes through."""
     first, second = 0.0, 0.0
     for j in range(right.shape[0]):
         term = right[j] * cost[j]
         first += term if right[j] > 0 else 0.0
-        second += squares[j] / k[j]
+        second += squares[j] / K[i, j]
     return first, second
 
 
@@ -587,8 +605,8 @@ def _gap(C, rows, columns, together, epsilon, a, b, f, g, K, u, v, p, q):
 
     The plan is diag(u) K diag(v) with row sums p and column sums q.
     """
-    n, m = K.shape
-    left, right, r, c, row = np.empty(n), np.empty(m), np.empty(n), np.empty(m), np.empty(m)
+    n, m = rows.shape[0], columns.shape[0]
+    left, right, r, c, row = np.empty(n), np.empty(q.shape[0]), np.empty(n), np.empty(m), np.empty(m)
     gap, theta, other, exact = -1.0, 0.0, 0.0, True
     for i in range(n):
         gap += p[i]
@@ -596,16 +614,17 @@ def _gap(C, rows, columns, together, epsilon, a, b, f, g, K, u, v, p, q):
         exact = exact and r[i] == 1
         u[i] *= r[i]
     if not exact:
-        _sums(K, u, v, left, q)
+        _sums(K, False, a, u, v, left, q)
     for j in range(m):
         c[j] = min(1.0, b[j] / q[j])
         v[j] *= c[j]
         gap += b[j] * math.log(c[j])
-    _sums(K, u, v, left, right)
+    _sums(K, False, a, u, v, left, right)
     for i in range(n):
-        gap += a[i] * math.log(r[i])
+        gap += 0.0 if exact else a[i] * math.log(r[i])
         left[i] = max(0.0, a[i] - left[i])
         theta += left[i]
+    right = right[:m]
     for j in range(m):
         right[j] = max(0.0, b[j] - right[j])
         other += right[j]
@@ -620,10 +639,10 @@ def _gap(C, rows, columns, together, epsilon, a, b, f, g, K, u, v, p, q):
         q[j] = right[j] * right[j] / v[j]
     for i in range(n):
         if left[i] > 0:
-            _read(C[rows[i]], columns, together, row)
-            average, curvature = _rounding_row(row, K[i], right, q)
+            _read(C, rows[i], columns, together, row)
+            average, curvature = _rounding_row(row, K, i, right, q)
             share = left[i] / a[i]
-            added = left[i] * ((average - target - f[i]) / epsilon + spread - math.log(r[i]))
+            added = left[i] * ((average - target - f[i]) / epsilon + spread - (0.0 if exact else math.log(r[i])))
             if share < 1:
                 added -= (a[i] - left[i]) * math.log1p(-share)
             tangent = left[i] + 0.5 * left[i] * left[i] / u[i] * curvature
@@ -632,157 +651,93 @@ def _gap(C, rows, columns, together, epsilon, a, b, f, g, K, u, v, p, q):
 
 
 @_compiled(_EXACT)
-def _extend(C, transposed, dead, live, epsilon, potential, like, out):
-    """Soft c-transform at atoms of weight zero: -epsilon log sum_j exp((potential_j - C_ij) / epsilon), 0 without a pair."""
-    m = live.shape[0]
-    z, before, values, rounded = np.empty(m), np.empty(m), np.empty(m, like.dtype), np.empty(m, like.dtype)
-    result, scale = 0.0, 1 / epsilon
-    for i in range(dead.shape[0]):
-        different = i == 0
-        for j in range(m):
-            cost = float(C[live[j], dead[i]] if transposed else C[dead[i], live[j]])
-            different |= cost != before[j]
-            before[j] = cost
-        if different:  # padding is of one kind
-            smallest = np.inf
-            for j in range(m):
-                cost = before[j] if abs(before[j]) <= _LARGEST_COST or before[j] == np.inf else 0.0
-                z[j] = cost - potential[j]
-                smallest = z[j] if z[j] < smallest else smallest
-            height = smallest if smallest < np.inf else 0.0
-            for j in range(m):
-                z[j] = (height - z[j]) * scale
-            _exponentials(z, values, rounded)
-            total = 0.0
-            for j in range(m):
-                total += values[j]
-            result = height - epsilon * math.log(total) if total > 0 else 0.0
-        out[dead[i]] = result
+def _alike(C, transposed, dead, live):
+    """Whether all atoms of weight zero have the same costs, as padding has."""
+    tail = dead[0] == live.shape[0]
+    if not transposed:
+        first = C[dead[0]]
+        for i in range(1, dead.shape[0]):
+            row, different = C[dead[i]], 0
+            if live[live.shape[0] - 1] == live.shape[0] - 1:
+                for j in range(live.shape[0]):
+                    different += row[j] != first[j]
+            else:
+                for j in range(live.shape[0]):
+                    different += row[live[j]] != first[live[j]]
+            if different:
+                return False
+    else:
+        for j in range(live.shape[0]):
+            row, different = C[live[j]], 0
+            if tail:
+                rest = row[dead[0] :]
+                for i in range(rest.shape[0]):
+                    different += rest[i] != rest[0]
+            else:
+                for i in range(dead.shape[0]):
+                    different += row[dead[i]] != row[dead[0]]
+            if different:
+                return False
+    return True
 
 
 @_compiled(_EXACT)
-def _solve(
-    C, weights_a, weights_b, epsilon, f, g, warm, like, tolerance, goal, budget, patience, masked_budget, report
-):
-    """Solve one problem; f, g and ``report`` are filled in."""
-    rows, dead_rows = _split(weights_a)
-    columns, dead_columns = _split(weights_b)
-    n, m = rows.shape[0], columns.shape[0]
-    together = columns[m - 1] == m - 1
-    report[0], report[1], report[2], report[3], report[4] = np.inf, np.inf, 0.0, 0.0, UNSOLVED
-    a, b, h, k, row = np.empty(n), np.empty(m), np.empty(n), np.empty(m), np.empty(m)
-    spread, masked = _range(C, rows, columns, together, row)
-    if spread < 0:
-        report[4] = NONFINITE
+def _extend(C, transposed, dead, live, epsilon, potential, like, out):
+    """Soft c-transform at atoms of weight zero: -epsilon log sum_j exp((potential_j - C_ij) / epsilon), 0 without a pair."""
+    m = live.shape[0]
+    if dead.shape[0] == 0:
         return
-    _normalise(weights_a, rows, a)
-    _normalise(weights_b, columns, b)
-    for j in range(m):
-        k[j] = g[columns[j]] + epsilon * math.log(b[j]) if warm else 0.0
-    symmetric = n == m and not warm and _symmetric(C, weights_a, weights_b)
-    for _ in range(_AVERAGES if symmetric else 1):
-        if not _centre(
-            C, rows, columns, together, np.inf if symmetric else _SLACK * epsilon if warm else 0.0, h, k, row
-        ):
-            return
-        if symmetric:
-            for i in range(n):
-                h[i] = (h[i] + k[i]) / 2
-                k[i] = h[i]
-    K, u, v, p, q = np.empty((n, m), like.dtype), np.empty(n), np.empty(m), np.empty(n), np.empty(m)
-    budget = min(budget, patience * max(1, (min(n, m) - 1) * (min(n, m) - 1)))
-    if masked:
-        budget = min(budget, masked_budget)
-    error, sweeps = _iterate(
-        C,
-        rows,
-        columns,
-        together,
-        symmetric,
-        epsilon,
-        spread,
-        not warm,
-        a,
-        b,
-        h,
-        k,
-        K,
-        u,
-        v,
-        q,
-        tolerance,
-        goal,
-        budget,
-    )
-    report[0], report[3] = error, sweeps
-    if error == np.inf:
-        return
-    if symmetric:
-        _sums(K, u, v, p, q)
-        report[0] = 0.0
-        for i in range(n):
-            report[0] += abs(p[i] - a[i]) + abs(q[i] - b[i])
-    else:
-        for i in range(n):
-            p[i] = a[i]
-    # From here on with the weights outside the exponential.
-    shift, value, size = 0.0, epsilon, 0.0
-    for i in range(n):
-        h[i] += epsilon * math.log(u[i] / a[i])
-        shift += a[i] * h[i] / 2
-        size = max(size, abs(h[i]))
-    for j in range(m):
-        k[j] += epsilon * math.log(v[j] / b[j])
-        shift -= b[j] * k[j] / 2
-        size = max(size, abs(k[j]))
-    shift = 0.0 if symmetric else shift  # not even by rounding
-    for i in range(n):
-        h[i] -= shift
-        f[rows[i]] = h[i]
-        value += a[i] * h[i] - epsilon * p[i]
-    for j in range(m):
-        k[j] += shift
-        g[columns[j]] = k[j]
-        value += b[j] * k[j]
-    report[2] = value
-    report[1] = _gap(C, rows, columns, together, epsilon, a, b, h, k, K, u, v, p, q)
-    if size * 1e-15 > 0.01 * tolerance * epsilon:
-        # Potentials so large that their rounding is seen in the plan: its error is that of the numbers handed out.
-        stretch = max(1, _STRETCH // m) * m
-        _absorb(C, rows, columns, together, epsilon, h, k, K, np.empty(stretch), np.empty(stretch, K.dtype))
-        _sums(K, a, b, p, q)
-        report[0] = 0.0
-        for i in range(n):
-            report[0] += abs(p[i] - a[i])
+    z, values, rounded, scale = np.empty(m), np.empty(m, like.dtype), np.empty(m, like.dtype), 1 / epsilon
+    alike = _alike(C, transposed, dead, live)
+    for i in range(1 if alike else dead.shape[0]):
         for j in range(m):
-            report[0] += abs(q[j] - b[j])
-    if report[0] <= tolerance:
-        report[4] = CONVERGED
-    for j in range(m):
-        b[j] = k[j] + epsilon * math.log(b[j])
-    for i in range(n):
-        a[i] = h[i] + epsilon * math.log(a[i])
-    for side in range(2):
-        if side == 0:
-            _extend(C, False, dead_rows, columns, epsilon, b, like, f)
-        else:
-            _extend(C, True, dead_columns, rows, epsilon, a, like, g)
+            cost = float(C[live[j], dead[i]] if transposed else C[dead[i], live[j]])
+            z[j] = (cost if abs(cost) <= _LARGEST_COST or cost == np.inf else 0.0) - potential[j]
+        smallest = _extent(z)[0]
+        height = smallest if smallest < np.inf else 0.0
+        for j in range(m):
+            z[j] = (height - z[j]) * scale
+        _exponentials(z, values, rounded)
+        total = 0.0
+        for j in range(m):
+            total += values[j]
+        out[dead[i]] = height - epsilon * math.log(total) if total > 0 else 0.0
+    if alike:
+        for i in range(1, dead.shape[0]):
+            out[dead[i]] = out[dead[0]]
 
 
 @_compiled(_EXACT, from_python=True)
-def solve(which, C, a, b, epsilon, f, g, warm, like, tolerance, goal, budget, patience, masked_budget, report):
+def solve(
+    which,
+    store,
+    costs,
+    weights_a,
+    weights_b,
+    epsilons,
+    f,
+    g,
+    warm,
+    tolerance,
+    goal,
+    budget,
+    patience,
+    masked_budget,
+    report,
+):
     """Solve the problems ``which`` of a flat batch.
 
     Args:
         which: their indices, int64.
-        C: costs ``(B, n, m)``, float32 or float64, contiguous; +inf forbids a pair.
-        a: weights ``(B, n)``, float64; zero is padding, where costs may be anything.
-        b: weights ``(B, m)``, float64.
-        epsilon: ``(B,)``, float64.
+        store: scratch in the precision of the sweeps, ``storage(n, m)`` numbers, not initialised. A large one comes from
+            outside because numpy asks the system for large pages, which takes a tenth of the time.
+        costs: ``(B, n, m)``, float32 or float64, contiguous; +inf forbids a pair.
+        weights_a: ``(B, n)``, float64; zero is padding, where costs may be anything.
+        weights_b: ``(B, m)``, float64.
+        epsilons: ``(B,)``, float64.
         f: filled in, ``(B, n)`` float64; finite everywhere.
         g: the same for the target, ``(B, m)``; where ``warm``, read as the potentials to start from.
         warm: whether to start from g.
-        like: an array of the precision of the sweeps.
         tolerance: L1 marginal error to reach.
         goal: error of the sweeps at which the error is measured.
         budget: most sweeps.
@@ -792,22 +747,102 @@ def solve(which, C, a, b, epsilon, f, g, warm, like, tolerance, goal, budget, pa
     """
     for position in range(which.shape[0]):
         index = which[position]
-        _solve(
-            C[index],
-            a[index],
-            b[index],
-            epsilon[index],
-            f[index],
-            g[index],
-            warm,
-            like,
+        C, epsilon, numbers = costs[index], epsilons[index], report[index]
+        rows, dead_rows = _split(weights_a[index])
+        columns, dead_columns = _split(weights_b[index])
+        n, m = rows.shape[0], columns.shape[0]
+        together = columns[m - 1] == m - 1
+        numbers[0], numbers[1], numbers[2], numbers[3], numbers[4] = np.inf, np.inf, 0.0, 0.0, UNSOLVED
+        a, b, h, k, row, least = np.empty(n), np.empty(m), np.zeros(n), np.empty(m), np.empty(m), np.empty(m)
+        _normalise(weights_a[index], rows, a)
+        _normalise(weights_b[index], columns, b)
+        for j in range(m):
+            k[j] = g[index, columns[j]] + epsilon * math.log(b[j]) if warm else 0.0
+        symmetric = n == m and not warm and _symmetric(C, weights_a[index], weights_b[index])
+        spread, masked, lost = 0.0, False, False
+        for _ in range(_AVERAGES if symmetric else 1):
+            slack = np.inf if symmetric else _SLACK * epsilon if warm else 0.0
+            spread, masked, lost = _centre(C, rows, columns, together, slack, h, k, row, least)
+            if spread < 0 or lost:
+                break
+            if symmetric:
+                for i in range(n):
+                    h[i] = (h[i] + k[i]) / 2
+                    k[i] = h[i]
+        if spread < 0 or lost:
+            numbers[4] = NONFINITE if spread < 0 else UNSOLVED
+            continue
+        width = _padded(m)
+        K, u, v, p, q = _matrix(store, n, m), np.empty(n), np.zeros(width), np.empty(n), np.empty(width)
+        most = min(budget, patience * max(1, (min(n, m) - 1) * (min(n, m) - 1)))
+        if masked:
+            most = min(most, masked_budget)
+        error, sweeps = _iterate(
+            C,
+            rows,
+            columns,
+            together,
+            symmetric,
+            epsilon,
+            spread,
+            not warm,
+            a,
+            b,
+            h,
+            k,
+            K,
+            u,
+            v,
+            q,
             tolerance,
             goal,
-            budget,
-            patience,
-            masked_budget,
-            report[index],
+            most,
         )
+        numbers[0], numbers[3] = error, sweeps
+        if error == np.inf:
+            continue
+        if symmetric:
+            _sums(K, False, a, u, v, p, q)
+            numbers[0] = _distance(p, a) + _distance(q, b)
+        else:
+            _copy(a, p)
+        # From here on with the weights outside the exponential.
+        shift, value, size = 0.0, epsilon, 0.0
+        for i in range(n):
+            h[i] += epsilon * math.log(u[i] / a[i])
+            shift += a[i] * h[i] / 2
+            size = max(size, abs(h[i]))
+        for j in range(m):
+            k[j] += epsilon * math.log(v[j] / b[j])
+            shift -= b[j] * k[j] / 2
+            size = max(size, abs(k[j]))
+        shift = 0.0 if symmetric else shift  # not even by rounding
+        for i in range(n):
+            h[i] -= shift
+            f[index, rows[i]] = h[i]
+            value += a[i] * h[i] - epsilon * p[i]
+        for j in range(m):
+            k[j] += shift
+            g[index, columns[j]] = k[j]
+            value += b[j] * k[j]
+        numbers[2] = value
+        numbers[1] = _gap(C, rows, columns, together, epsilon, a, b, h, k, K, u, v, p, q)
+        if size * 1e-15 > 0.01 * tolerance * epsilon:
+            # Potentials so large that their rounding is seen in the plan: its error is that of the numbers handed out.
+            z, rounded = _scratch(m, K)
+            _absorb(C, rows, columns, together, epsilon, h, k, K, z, rounded)
+            _copy(b, v[:m])
+            _sums(K, False, a, a, v, p, q)
+            numbers[0] = _distance(p, a) + _distance(q, b)
+        if numbers[0] <= tolerance:
+            numbers[4] = CONVERGED
+        for j in range(m):
+            b[j] = k[j] + epsilon * math.log(b[j])
+        for i in range(n):
+            a[i] = h[i] + epsilon * math.log(a[i])
+        for side in range(2):  # in a loop: a constant True or False would be compiled for each
+            ends = (rows, dead_columns, a, g[index]) if side else (columns, dead_rows, b, f[index])
+            _extend(C, side == 1, ends[1], ends[0], epsilon, ends[2], store, ends[3])
 
 
 # The linear system of the derivative ----------------------------------------------------------------------------------
@@ -818,31 +853,14 @@ _MOST_STEPS = 1000
 @_compiled(_SUMS)
 def _normal(P, scale, x, y):
     """Fill in y = P^T diag(scale) P x, reading P once."""
-    n, m = P.shape
-    zero = 0.0
-    for j in range(m):
-        y[j] = zero
+    n = P.shape[0]
+    _fill(y, 0.0)
     fours = n - n % 4
     for i in range(0, fours, 4):
-        p0, p1, p2, p3 = P[i], P[i + 1], P[i + 2], P[i + 3]
-        r0, r1, r2, r3 = zero, zero, zero, zero
-        for j in range(m):
-            w = x[j]
-            r0 += p0[j] * w
-            r1 += p1[j] * w
-            r2 += p2[j] * w
-            r3 += p3[j] * w
-        r0, r1, r2, r3 = r0 * scale[i], r1 * scale[i + 1], r2 * scale[i + 2], r3 * scale[i + 3]
-        for j in range(m):
-            y[j] += r0 * p0[j] + r1 * p1[j] + r2 * p2[j] + r3 * p3[j]
+        r0, r1, r2, r3 = products(P, i, x)
+        add_rows(P, i, r0 * scale[i], r1 * scale[i + 1], r2 * scale[i + 2], r3 * scale[i + 3], y)
     for i in range(fours, n):
-        p0 = P[i]
-        r0 = zero
-        for j in range(m):
-            r0 += p0[j] * x[j]
-        r0 *= scale[i]
-        for j in range(m):
-            y[j] += r0 * p0[j]
+        add_row(P, i, product(P, i, x) * scale[i], y)
 
 
 @_compiled(_SUMS)
@@ -885,121 +903,22 @@ def _smallest_ritz(alpha, beta, steps):
     return (low + high) / 2
 
 
-@_compiled(_EXACT)
-def _pull_back(C, weights_a, weights_b, epsilon, f, g, on_f, on_g, rtol, pull, report):
-    """The derivative in the costs of <on_f, f> + <on_g, g>; ``report`` = (relative residual, smallest Ritz value).
+@_compiled(_EXACT, from_python=True)
+def pull_back(which, store, costs, weights_a, weights_b, epsilons, f, g, on_f, on_g, rtol, pull, report):
+    """Derivative in the costs of <on_f, f> + <on_g, g> at solved potentials, for the problems ``which`` of a flat batch.
 
     Zero where the plan has lost a row or a column: a problem without a solution has no derivative.
 
     With P the plan and p, q its own marginals, (diag(q) - P^T diag(1/p) P) x = on_g - P^T (on_f / p), then
     l = on_f - P x and the derivative P_ij (l_i / p_i + x_j).
-    """
-    rows, _ = _split(weights_a)
-    columns, _ = _split(weights_b)
-    n, m = rows.shape[0], columns.shape[0]
-    together = columns[m - 1] == m - 1
-    a, b, h, k = np.empty(n), np.empty(m), np.empty(n), np.empty(m)
-    _normalise(weights_a, rows, a)
-    _normalise(weights_b, columns, b)
-    for i in range(n):
-        h[i] = f[rows[i]] + epsilon * math.log(a[i])
-    for j in range(m):
-        k[j] = g[columns[j]] + epsilon * math.log(b[j])
-    P = np.empty((n, m))
-    stretch = max(1, _STRETCH // m) * m
-    z, rounded = np.empty(stretch), np.empty(stretch)
-    _absorb(C, rows, columns, together, epsilon, h, k, P, z, rounded)
-    p, q, ones = np.empty(n), np.empty(m), np.empty(m)
-    _fill(ones, 1)
-    _fill(h, 1)
-    _sums(P, h, ones, p, q)
-    for i in range(n):
-        if not p[i] > 0:
-            report[0], report[1] = 0.0, np.nan
-            return
-    for j in range(m):
-        if not q[j] > 0:
-            report[0], report[1] = 0.0, np.nan
-            return
-
-    # On the right: h = on_f / p; the size of what enters, before any cancellation, is what the residual is relative to.
-    right, wanted, size, x, direction = np.empty(m), np.empty(m), 0.0, np.zeros(m), np.empty(m)
-    for i in range(n):
-        h[i] = on_f[rows[i]] / p[i]
-    for j in range(m):
-        right[j], k[j] = on_g[columns[j]], abs(on_g[columns[j]])
-    for i in range(n):
-        row, scale = P[i], h[i]
-        for j in range(m):
-            right[j] -= scale * row[j]
-            k[j] += abs(scale) * row[j]
-    for j in range(m):
-        right[j] /= q[j]
-        size += k[j] * k[j] / q[j]
-    _centred(q, right)
-    _copy(right, wanted)
-    size = math.sqrt(size)
-
-    inverse, image = np.empty(n), np.empty(m)
-    for i in range(n):
-        inverse[i] = 1 / p[i]
-    alpha, beta = np.empty(_MOST_STEPS), np.empty(_MOST_STEPS)
-    _copy(right, direction)
-    rho, steps, asked = _inner(q, right, right), 0, rtol
-    while steps < min(_MOST_STEPS, 4 * m + 20):
-        if math.sqrt(rho) <= asked * size:
-            # The error is the residual divided by the smallest eigenvalue, which is seen only now.
-            ritz = _smallest_ritz(alpha, beta, steps) if steps > 0 else 1.0
-            asked = max(rtol * min(ritz, 1.0), 1e-14)
-            if math.sqrt(rho) <= asked * size:
-                break
-        _normal(P, inverse, direction, image)
-        for j in range(m):
-            k[j] = direction[j] - image[j] / q[j]
-        curvature = _inner(q, direction, k)
-        if curvature <= 0:
-            break
-        step = rho / curvature
-        for j in range(m):
-            x[j] += step * direction[j]
-            right[j] -= step * k[j]
-        _centred(q, right)
-        before, rho = rho, _inner(q, right, right)
-        alpha[steps], beta[steps] = step, rho / before
-        for j in range(m):
-            direction[j] = right[j] + beta[steps] * direction[j]
-        steps += 1
-    report[1] = _smallest_ritz(alpha, beta, steps) if steps > 0 else np.nan
-    # The residual itself, which may have parted from its recurrence.
-    _normal(P, inverse, x, image)
-    for j in range(m):
-        right[j] = wanted[j] - (x[j] - image[j] / q[j])
-    _centred(q, right)
-    report[0] = math.sqrt(_inner(q, right, right)) / size if size > 0 else 0.0
-    for i in range(n):
-        row, total = P[i], 0.0
-        for j in range(m):
-            total += row[j] * x[j]
-        height = (on_f[rows[i]] - total) / p[i]
-        out = pull[rows[i]]
-        if together:
-            for j in range(m):
-                out[j] = row[j] * (height + x[j])
-        else:
-            for j in range(m):
-                out[columns[j]] = row[j] * (height + x[j])
-
-
-@_compiled(_EXACT, from_python=True)
-def pull_back(which, C, a, b, epsilon, f, g, on_f, on_g, rtol, pull, report):
-    """Derivative in the costs of <on_f, f> + <on_g, g> at solved potentials, for the problems ``which`` of a flat batch.
 
     Args:
         which: indices of the problems, int64.
-        C: costs ``(B, n, m)``, float64.
-        a: weights ``(B, n)``, float64.
-        b: weights ``(B, m)``, float64.
-        epsilon: ``(B,)``, float64.
+        store: scratch as for ``solve``, float64.
+        costs: ``(B, n, m)``, float64.
+        weights_a: ``(B, n)``, float64.
+        weights_b: ``(B, m)``, float64.
+        epsilons: ``(B,)``, float64.
         f: solved potentials ``(B, n)``, float64.
         g: solved potentials ``(B, m)``, float64.
         on_f: cotangents ``(B, n)``, float64; zero where a = 0.
@@ -1009,5 +928,92 @@ def pull_back(which, C, a, b, epsilon, f, g, on_f, on_g, rtol, pull, report):
         report: ``(B, 2)``, filled in: relative residual, smallest Ritz value of diag(q)^-1 (diag(q) - P^T diag(1/p) P).
     """
     for position in range(which.shape[0]):
-        i = which[position]
-        _pull_back(C[i], a[i], b[i], epsilon[i], f[i], g[i], on_f[i], on_g[i], rtol, pull[i], report[i])
+        index = which[position]
+        C, epsilon, numbers = costs[index], epsilons[index], report[index]
+        rows, _ = _split(weights_a[index])
+        columns, _ = _split(weights_b[index])
+        n, m = rows.shape[0], columns.shape[0]
+        together = columns[m - 1] == m - 1
+        a, b, h, k = np.empty(n), np.empty(m), np.empty(n), np.empty(m)
+        _normalise(weights_a[index], rows, a)
+        _normalise(weights_b[index], columns, b)
+        for i in range(n):
+            h[i] = f[index, rows[i]] + epsilon * math.log(a[i])
+        for j in range(m):
+            k[j] = g[index, columns[j]] + epsilon * math.log(b[j])
+        P, width = _matrix(store, n, m), _padded(m)
+        z, rounded = _scratch(m, P)
+        _absorb(C, rows, columns, together, epsilon, h, k, P, z, rounded)
+        p, q, ones = np.empty(n), np.empty(width), np.zeros(width)
+        _fill(ones[:m], 1)
+        _fill(h, 1)
+        _sums(P, False, a, h, ones, p, q)
+        q = q[:m]
+        (least_p, _, sound_p), (least_q, _, sound_q) = _extent(p), _extent(q)
+        if not (least_p > 0 and least_q > 0 and sound_p + sound_q == 0):
+            numbers[0], numbers[1] = 0.0, np.nan
+            continue
+
+        # On the right: h = on_f / p; the size of what enters, before any cancellation, is what the residual is relative to.
+        right, wanted, size, x, direction = np.empty(m), np.empty(m), 0.0, np.zeros(width), np.zeros(width)
+        for i in range(n):
+            h[i] = on_f[index, rows[i]] / p[i]
+        for j in range(m):
+            right[j], k[j] = on_g[index, columns[j]], abs(on_g[index, columns[j]])
+        for i in range(n):
+            row, scale = P[i], h[i]
+            for j in range(m):
+                right[j] -= scale * row[j]
+                k[j] += abs(scale) * row[j]
+        for j in range(m):
+            right[j] /= q[j]
+            size += k[j] * k[j] / q[j]
+        _centred(q, right)
+        _copy(right, wanted)
+        size = math.sqrt(size)
+
+        inverse, image = np.empty(n), np.empty(width)
+        for i in range(n):
+            inverse[i] = 1 / p[i]
+        alpha, beta = np.empty(_MOST_STEPS), np.empty(_MOST_STEPS)
+        _copy(right, direction[:m])
+        rho, steps, asked = _inner(q, right, right), 0, rtol
+        while steps < min(_MOST_STEPS, 4 * m + 20):
+            if math.sqrt(rho) <= asked * size:
+                # The error is the residual divided by the smallest eigenvalue, which is seen only now.
+                ritz = _smallest_ritz(alpha, beta, steps) if steps > 0 else 1.0
+                asked = max(rtol * min(ritz, 1.0), 1e-14)
+                if math.sqrt(rho) <= asked * size:
+                    break
+            _normal(P, inverse, direction, image)
+            for j in range(m):
+                k[j] = direction[j] - image[j] / q[j]
+            curvature = _inner(q, direction, k)
+            if curvature <= 0:
+                break
+            step = rho / curvature
+            for j in range(m):
+                x[j] += step * direction[j]
+                right[j] -= step * k[j]
+            _centred(q, right)
+            before, rho = rho, _inner(q, right, right)
+            alpha[steps], beta[steps] = step, rho / before
+            for j in range(m):
+                direction[j] = right[j] + beta[steps] * direction[j]
+            steps += 1
+        numbers[1] = _smallest_ritz(alpha, beta, steps) if steps > 0 else np.nan
+        # The residual itself, which may have parted from its recurrence.
+        _normal(P, inverse, x, image)
+        for j in range(m):
+            right[j] = wanted[j] - (x[j] - image[j] / q[j])
+        _centred(q, right)
+        numbers[0] = math.sqrt(_inner(q, right, right)) / size if size > 0 else 0.0
+        for i in range(n):
+            row, out = P[i], pull[index, rows[i]]
+            height = (on_f[index, rows[i]] - product(P, i, x)) / p[i]
+            if together:
+                for j in range(m):
+                    out[j] = row[j] * (height + x[j])
+            else:
+                for j in range(m):
+                    out[columns[j]] = row[j] * (height + x[j])
