@@ -53,8 +53,8 @@ class Certificate:
 
     Attributes:
         duality_gap: primal cost of the rounded plan minus the dual value, ``(*batch)``, with a margin for rounding.
-        diameter: D = diam(source) + diam(target), Euclidean, over atoms of positive weight.
-        w1_bound: W1(rounded, exact) <= D sqrt(gap / (2 epsilon)), for the additive Euclidean ground metric.
+        diameter: H = min(diam(source), diam(target)), Euclidean, over atoms of positive weight.
+        w1_bound: W1(rounded, exact) <= H sqrt(gap / (2 epsilon)), for the additive Euclidean ground metric.
         tv_bound: the same for the total variation distance, sqrt(gap / (2 epsilon)), at most 1.
     """
 
@@ -339,7 +339,8 @@ class EntropicCoupling(Coupling):
     def certificate(self) -> Certificate:
         """How far the rounded plan can be from the exact solution, from the duality gap (Pinsker).
 
-        W1(rounded, exact) <= D sqrt(gap / (2 epsilon)) for the metric |x - x'| + |y - y'| on the product space.
+        W1(rounded, exact) <= H sqrt(gap / (2 epsilon)) for the metric |x - x'| + |y - y'| on the product space: the two
+        plans have the same marginals, so that their difference can be moved along one factor alone.
 
         Raises:
             ConfigError: an unbalanced problem, whose plans have no common marginals.
@@ -353,7 +354,7 @@ class EntropicCoupling(Coupling):
         terms = terms + torch.where(a > 0, f.abs(), 0.0).amax(-1) + torch.where(b > 0, g.abs(), 0.0).amax(-1)
         gap = self.detach()._rounded_gap().clamp_min(0.0) + 4e-15 * (terms + self.epsilon)
         tv = (gap / (2 * self.epsilon)).sqrt().clamp_max(1.0)
-        diameter = _diameter(self.source) + _diameter(self.target)
+        diameter = torch.minimum(_diameter(self.source), _diameter(self.target))
         return Certificate(gap, diameter, diameter * tv, tv)
 
 
