@@ -113,7 +113,7 @@ class _Stage:
         size = len(f)
         self.index, self.waiting = np.arange(size), np.ones(size, bool)
         self.limits = limits.cpu().numpy()
-        self.memory, self.memories = memory, memory
+        self.memory, self.memories = memory, memory.at(self.index)
         self.made, self.since, self.next_check = 0, 0, 0
         self.next_limit = int(self.limits.min(initial=np.iinfo(np.int64).max))
         self.sweeps, self.done, self.lost = np.zeros(size, np.int64), np.zeros(size, bool), np.zeros(size, bool)
@@ -123,28 +123,27 @@ class _Stage:
         self.epsilon = problems.epsilon.unsqueeze(-1)
         used = torch.stack((_used(self.a), _used(self.b))).cpu().numpy()
         self.rows_used, self.columns_used = used
-        void = (self.a == 0).unsqueeze(-1) | (self.b == 0).unsqueeze(-2)
-        self.void = void if bool(void.any()) else None
         self._prepare_weights()
         self.u, self.v = self.rows, self.columns
-        # Factors of those that have left, from which their potentials are computed in the end, at once.
-        self.left_f, self.left_g = f.clone(), g.clone()
+        # Of all problems: potentials, and the factors of those that have left, which are absorbed in the end, at once.
+        self.all_f, self.all_g = f.clone(), g.clone()
         self.left_u, self.left_v = self.rows.clone(), self.columns.clone()
-        self.kernel = self._kernel(f, g, problems.cost, self.epsilon, self.void)
+        self.kernel = self._kernel(f, g, problems.cost, self.a, self.b, self.epsilon)
         self._prepare_penalties()
         self._prepare_relaxation()
 
     # Kernels and what else is prepared ------------------------------------------------------------------------------
 
-    def _kernel(self, f: Tensor, g: Tensor, cost: Tensor, epsilon: Tensor, void: Tensor | None) -> Tensor:
+    def _kernel(self, f: Tensor, g: Tensor, cost: Tensor, a: Tensor, b: Tensor, epsilon: Tensor) -> Tensor:
         exponents = f.unsqueeze(-1) - cost
         exponents += g.unsqueeze(-2)
-        exponents *= (1 / epsilon).unsqueeze(-1)
-        # Not down to subnormal numbers, which are slow, nor to zero, by which would be divided.
+        # Factors of padding are zero: any kernel will do but zero, by which would be divided. It is one.
+        exponents *= ((a > 0) / epsilon).unsqueeze(-1)
+        # Not down to subnormal numbers, which are slow, nor to zero.
         limits = torch.finfo(self.work)
-        kernel = exponents.to(self.work).clamp_(math.log(limits.tiny) + 1, math.log(limits.max) - 8).exp_()
-        # Factors of padding are zero: any kernel will do but zero, by which would be divided.
-        return kernel if void is None else kernel.masked_fill_(void, 1.0)
+        exponents = exponents.to(self.work).clamp_(math.log(limits.tiny) + 1, math.log(limits.max) - 8)
+        exponents *= (b > 0).to(self.work).unsqueeze(-2)
+        return exponents.exp_()
 
     def _absorb(self, which: np.ndarray) -> None:
         """Move the factors of some problems of the batch into their potentials, and compute their kernels anew."""
@@ -154,9 +153,11 @@ class _Stage:
         u = self._exact_u(torch.bmm(self.v, self.kernel.mT))[part]
         f = _moved(self.f[part], u, a, epsilon)
         g = _moved(self.g[part], self.v[part], b, epsilon)
-        cost = self.problems.cost[torch.from_numpy(self.index[which]).to(self.f.device)]
-        cost = cost[:, : f.shape[-1], : g.shape[-1]]
-        self.kernel[part] = self._kernel(f, g, cost, epsilon, None if self.void is None else self.void[part])
+        n, m, place = f.shape[-1], g.shape[-1], torch.from_numpy(self.index[which]).to(self.f.device)
+        cost = self.problems.cost[:, :n, :m].index_select(0, place)
+        self.kernel.index_copy_(0, part, self._kernel(f, g, cost, a, b, epsilon))
+        self.all_f[:, :n].index_copy_(0, place, f)
+        self.all_g[:, :m].index_copy_(0, place, g)
         # Never in place: the first factors are the weights, the first potentials the caller's.
         self.f, self.g = self.f.index_copy(0, part, f), self.g.index_copy(0, part, g)
         self.u = self.u.index_copy(0, part, self.rows[part])
@@ -165,9 +166,9 @@ class _Stage:
 
     def _prepare_weights(self) -> None:
         self.rows, self.columns = self.a.to(self.work).unsqueeze(-2), self.b.to(self.work).unsqueeze(-2)
-        # Ones at padding, for quotients.
-        self.safe_rows, self.safe_columns = (torch.where(w > 0, w, 1.0) for w in (self.rows, self.columns))
         self.padding = (self.columns == 0).to(self.work)
+        # Ones at padding, for quotients.
+        self.safe_rows, self.safe_columns = self.rows + (self.rows == 0), self.columns + self.padding
 
     def _prepare_penalties(self) -> None:
         """What a plain update of a penalised problem starts from: log u = (tau - 1) f / epsilon - tau log(K v)."""
@@ -179,10 +180,11 @@ class _Stage:
     def _prepare_relaxation(self) -> None:
         self.relaxing = self.relaxable and bool((self.memory.t > 0).any())
         if self.relaxing:
-            t = torch.from_numpy(self.memory.t).to(self.work).to(self.f.device).view(-1, 1, 1)
-            self.beyond, self.short = 1 + t, 1 - t
-            self.beyond_rows, self.short_rows = self.beyond * self.safe_rows, self.short * self.safe_rows
-            self.beyond_columns, self.short_columns = self.beyond * self.safe_columns, self.short * self.safe_columns
+            ratio = (1 - self.memory.t) / (1 + self.memory.t)
+            ratio = torch.from_numpy(np.stack((ratio, 1 - ratio**2))).to(self.f.device, self.work)
+            short, rest = ratio.unsqueeze(-1).unsqueeze(-1)
+            self.of_rows = short * self.safe_rows, rest * self.rows, short
+            self.of_columns = short * self.safe_columns, rest * self.columns, short
 
     # Sweeps ---------------------------------------------------------------------------------------------------------
 
@@ -197,19 +199,21 @@ class _Stage:
         if self.problems.symmetric:
             self.u = self.v = torch.mul(self.v, self._plain_u(sums)).sqrt_()
         elif self.relaxing:
-            self.u = self._further(self.u, sums, self.rows, self.beyond_rows, self.short_rows)
-            sums = torch.bmm(self.u, self.kernel)
-            self.v = self._further(self.v, sums, self.columns, self.beyond_columns, self.short_columns)
+            self.u = self._further(self.u, sums, self.rows, *self.of_rows)
+            self.v = self._further(self.v, torch.bmm(self.u, self.kernel), self.columns, *self.of_columns)
         else:
             self.u = self._plain_u(sums)
             self.v = self._plain_v(torch.bmm(self.u, self.kernel))
 
-    def _further(self, factor: Tensor, sums: Tensor, weights: Tensor, beyond: Tensor, short: Tensor) -> Tensor:
-        """``relaxation.relaxed``, in the fewest operations; ``beyond`` and ``short`` are (1 +- t) times the weights."""
-        current = factor * sums
-        numerator = torch.addcmul(beyond, self.short, current)
-        denominator = torch.addcmul(short, self.beyond, current)
-        return (weights / sums).mul_(numerator.div_(denominator))
+    @staticmethod
+    def _further(factor: Tensor, sums: Tensor, weights: Tensor, short: Tensor, rest: Tensor, ratio: Tensor) -> Tensor:
+        """``relaxation.relaxed``, in the fewest operations.
+
+        With s = (1 - t) / (1 + t), y = u K v and weights w, h = (w + s y) / (s w + y) = s + (1 - s^2) w / (s w + y);
+        ``short`` is s w, ``rest`` (1 - s^2) w, ``ratio`` s.
+        """
+        step = rest / torch.addcmul(short, factor, sums)
+        return step.add_(ratio).mul_(weights).div_(sums)
 
     def _exact_u(self, sums: Tensor) -> Tensor:
         """The update of u that belongs to v; the one factor of a symmetric problem."""
@@ -286,7 +290,7 @@ class _Stage:
         if self.relaxable:
             before = (self.u * sums - self.rows).square_().div_(self.safe_rows).sum(-1)
             quotient = excess.square_().div_(self.safe_columns).sum(-1) / before
-        smallest, largest = torch.aminmax(self.v / self.safe_columns + self.padding, dim=-1)
+        smallest, largest = torch.aminmax(torch.addcdiv(self.padding, self.v, self.safe_columns), dim=-1)
         return torch.cat((error, quotient, smallest, largest), -1).T.cpu().double().numpy()
 
     def _wanted_columns(self) -> Tensor:
@@ -309,12 +313,12 @@ class _Stage:
     def _leave(self, ends: np.ndarray, done: np.ndarray, lost: np.ndarray, sums: Tensor) -> None:
         members = self.index[ends]
         self.sweeps[members], self.done[members], self.lost[members] = self.made, done[ends], lost[ends]
-        self.memories = self.memories.put(members, self.memory.at(ends))
+        self.memories.take(members, self.memory.at(ends))
         self.waiting = self.waiting & ~ends
         part, place = (torch.from_numpy(x).to(self.f.device) for x in (ends.nonzero()[0], members))
         n, m = self.f.shape[-1], self.g.shape[-1]
-        self.left_f[place, :n], self.left_g[place, :m] = self.f[part], self.g[part]
-        self.left_u[place, :, :n], self.left_v[place, :, :m] = self._exact_u(sums)[part], self.v[part]
+        self.left_u[:, :, :n].index_copy_(0, place, self._exact_u(sums).index_select(0, part))
+        self.left_v[:, :, :m].index_copy_(0, place, self.v.index_select(0, part))
 
     def _drop(self) -> None:
         """Keep only the problems that have not left, and the atoms that they have."""
@@ -324,10 +328,9 @@ class _Stage:
         self.waiting = waiting[waiting]
         n, m = int(self.rows_used.max()), int(self.columns_used.max())
         keep = torch.from_numpy(waiting.nonzero()[0]).to(self.f.device)
-        self.f, self.a, self.u = self.f[keep, :n], self.a[keep, :n], self.u[keep, :, :n]
-        self.g, self.b, self.v = self.g[keep, :m], self.b[keep, :m], self.v[keep, :, :m]
-        self.kernel, self.epsilon = self.kernel[keep, :n, :m], self.epsilon[keep]
-        self.void = None if self.void is None else self.void[keep, :n, :m]
+        self.f, self.a, self.u = (x[..., :n].index_select(0, keep) for x in (self.f, self.a, self.u))
+        self.g, self.b, self.v = (x[..., :m].index_select(0, keep) for x in (self.g, self.b, self.v))
+        self.kernel, self.epsilon = self.kernel[:, :n, :m].index_select(0, keep), self.epsilon[keep]
         self._prepare_weights()
         self._prepare_penalties()
 
@@ -337,8 +340,8 @@ class _Stage:
         sweeps, done, lost = (torch.from_numpy(x).to(device) for x in (self.sweeps, self.done, self.lost))
         a, b = _live_weights(self.problems)
         epsilon, broken = self.problems.epsilon.unsqueeze(-1), lost.unsqueeze(-1)
-        f = torch.where(broken, self.left_f, _moved(self.left_f, self.left_u, a, epsilon))
-        g = torch.where(broken, self.left_g, _moved(self.left_g, self.left_v, b, epsilon))
+        f = torch.where(broken, self.all_f, _moved(self.all_f, self.left_u, a, epsilon))
+        g = torch.where(broken, self.all_g, _moved(self.all_g, self.left_v, b, epsilon))
         return Swept(f, g, sweeps, done, lost, self.memories)
 
 
@@ -369,8 +372,7 @@ def translation(f: Tensor, g: Tensor, a: Tensor, b: Tensor, epsilon: Tensor, tau
 
 def _moved(potential: Tensor, factor: Tensor, weights: Tensor, epsilon: Tensor) -> Tensor:
     """The potential with its factor absorbed; without weight it does not move."""
-    live = weights > 0
-    ratio = torch.where(live, factor.squeeze(-2).to(weights.dtype), 1.0) / torch.where(live, weights, 1.0)
+    ratio = torch.where(weights > 0, factor.squeeze(-2) / weights, 1.0)
     return torch.addcmul(potential, epsilon, ratio.log_())
 
 

@@ -197,7 +197,7 @@ class Stored(_Flat):
         Between paddings, or in a problem that is lost, such a cost must not spread.
         """
         cost = self.cost
-        if bool(cost.abs().amax() <= LARGEST_COST) if cost.numel() else True:
+        if not cost.numel() or bool(torch.stack(torch.aminmax(cost.detach())).abs().amax() <= LARGEST_COST):
             return self, torch.zeros(len(cost), dtype=torch.bool, device=cost.device)
         live = (self.a > 0).unsqueeze(-1) & (self.b > 0).unsqueeze(-2)
         unusable = ~((cost.abs() <= LARGEST_COST) | (cost == torch.inf))
@@ -297,12 +297,17 @@ class Stored(_Flat):
     def _quality(self, f: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """``(marginal error, duality gap, dual value)`` of potentials, measured on the plan in float64."""
         cost, a, b, epsilon, taus = self.cost, self.a, self.b, self.epsilon, self.taus
-        k = ops.density(cost, f, g, a, b, epsilon)
-        product = a.unsqueeze(-1) * b.unsqueeze(-2)
-        plan = product * k
+        k = ops.density_of_atoms(cost, f, g, epsilon)
+
+        def rows(v: Tensor) -> Tensor:
+            return a * ops.apply(k, b * v)
+
+        def columns(u: Tensor) -> Tensor:
+            return b * ops.apply(k.mT, a * u)
+
         # Summed as k - 1: for a large epsilon that multiplies it, the difference of two masses would be rounding.
-        excess = (plan - product).sum((-1, -2))
-        p, q = marginals = ops.marginals(plan)
+        excess = (a * ops.apply(k - 1, b)).sum(-1)
+        p, q = marginals = rows(torch.ones_like(b)), columns(torch.ones_like(a))
         value, error = -epsilon * excess, torch.zeros_like(epsilon)
         for have, want, potential, tau in ((p, a, f, taus[0]), (q, b, g, taus[1])):
             rho = penalty(tau, epsilon)
@@ -313,11 +318,12 @@ class Stored(_Flat):
                 error = error + (have - want * torch.exp(-potential / rho.unsqueeze(-1))).abs().sum(-1)
         if not self._hard:
             return error, penalised_gap(a, b, epsilon, (f, g), marginals, taus), value
-        _, c, _, right = factors = ops.rounding(lambda v: ops.apply(plan, v), lambda u: ops.apply(plan.mT, u), a, b)
+        _, c, _, right = factors = ops.rounding(rows, columns, a, b)
+        forbidden = cost == torch.inf if ops.forbids(cost) else None
         # A forbidden pair costs nothing where nothing is added to it, and an infinity of nothing is no number.
-        forbidden = cost == torch.inf
-        slack = ops.apply(cost.masked_fill(forbidden, 0.0), right) - f * right.sum(-1, keepdim=True)
-        slack = slack - (right * g).sum(-1, keepdim=True)
-        slack = slack.masked_fill((forbidden & (right > 0).unsqueeze(-2)).any(-1), torch.inf)
-        curvature = ops.apply(1 / k, safe_divide(right.square(), b * c))
+        finite = cost if forbidden is None else cost.masked_fill(forbidden, 0.0)
+        slack = ops.apply(finite, right) - f * right.sum(-1, keepdim=True) - (right * g).sum(-1, keepdim=True)
+        if forbidden is not None:
+            slack = slack.masked_fill((forbidden & (right > 0).unsqueeze(-2)).any(-1), torch.inf)
+        curvature = ops.apply(k.reciprocal_(), safe_divide(right.square(), b * c))
         return error, gap_bound(a, b, epsilon, factors, excess, slack, curvature), value

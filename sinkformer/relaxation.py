@@ -78,10 +78,15 @@ class Relaxation:
 
     def put(self, index: Tensor | np.ndarray, other: Relaxation) -> Relaxation:
         """This memory with that of some problems replaced."""
-        index, merged = _array(index), Relaxation(*(getattr(self, x.name).copy() for x in fields(self)))
-        for x in fields(self):
-            getattr(merged, x.name)[index] = getattr(other, x.name)
+        merged = Relaxation(*(getattr(self, x.name).copy() for x in fields(self)))
+        merged.take(index, other)
         return merged
+
+    def take(self, index: Tensor | np.ndarray, other: Relaxation) -> None:
+        """Replace that of some problems in place."""
+        index = _array(index)
+        for x in fields(self):
+            getattr(self, x.name)[index] = getattr(other, x.name)
 
     def update(self, error: Tensor | np.ndarray, sweeps: int, quotient: Tensor | np.ndarray) -> np.ndarray:
         """Choose t for the next sweeps.
@@ -112,16 +117,16 @@ class Relaxation:
         little = running & (observed > t + _SLACK) & (observed < 1)
         gap = np.where(little, np.fmin(np.fmax(young, gap / 4), gap), gap)
         # Too much: beyond the best choice the rate is t, whatever lambda is.
-        gap = np.where(running & (rate < t), 1.1 * gap, gap)
+        gap = gap * (1 + 0.1 * (running & (rate < t)))
 
         # Switching on makes a hump in the error, which is no divergence.
         diverged = running & ~((error <= 10 * self.best) | (error <= 3 * self.previous))
-        gap = np.where(diverged, 2 * gap, gap)
+        gap = gap * (1 + diverged)
         # The iteration may run in a circle: far from the solution it starts again, near it the circle is a small one.
-        stalled = np.where(error < 0.9 * self.best, 0, self.stalled + 1)
+        stalled = (self.stalled + 1) * ~(error < 0.9 * self.best)
         tired = running & (stalled >= _PATIENCE)
         circle = tired & far
-        gap = np.where(circle, 0.0, np.where(tired, 4 * gap, gap))
+        gap = gap * (1 + 3 * tired) * ~circle
 
         resting = np.where(circle, _REST, np.maximum(self.resting - 1, 0))
         begin = ~running & (resting == 0) & (error < _NEAR) & (quotient > _WORTHWHILE)
@@ -130,8 +135,8 @@ class Relaxation:
         self.cap = np.where(circle, 0.75 * self.cap, np.where(far, self.cap, _LARGEST))
         root = np.sqrt(self.gap)
         on = begin | (running & ~diverged & ~circle)
-        self.t = np.where(on, np.fmin((1 - root) / (1 + root), self.cap), 0.0)
-        self.rate, self.stalled, self.resting = rate, np.where(tired, 0, stalled), resting
+        self.t = np.fmin((1 - root) / (1 + root), self.cap) * on
+        self.rate, self.stalled, self.resting = rate, stalled * ~tired, resting
 
 
 def _array(x: Tensor | np.ndarray) -> np.ndarray:

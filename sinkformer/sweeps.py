@@ -108,26 +108,22 @@ class Loop:
         problems with one side free (tau = 0) are swept by the reference, whatever ``engine`` says.
         """
         detached = cost.detach()
-        masked = bool(detached.numel()) and not bool(detached.amax() < torch.inf)
-        allowed = detached < torch.inf if masked else None
-        row_offset = _smallest(detached, allowed, b > 0, -1)
-        reduced = cost - row_offset.unsqueeze(-1)
-        column_offset = _smallest(reduced.detach(), allowed, a > 0, -2)
+        masked = ops.forbids(detached)
+        row_offset, column_offset = (torch.zeros_like(w, dtype=cost.dtype) for w in (a, b))
+        if taus == (1.0, 1.0):  # offsets are a gauge of couplings only
+            row_offset = _smallest(detached, column_offset, b, -1)
+            column_offset = _smallest(detached, row_offset, a, -2)
         # Iterations that are differentiated are the model itself: they do not change with a symmetry of the input.
         symmetric = _symmetric(detached, a.detach(), b.detach(), taus) & (not unrolled)
-        if taus != (1.0, 1.0):  # offsets are a gauge of couplings only
-            row_offset, column_offset = 0 * row_offset, 0 * column_offset
-            reduced = cost
         if bool(symmetric.any()):
             # One offset for both sides keeps the symmetry; the mean takes out the rounding of a matrix product.
             same, shared = symmetric.unsqueeze(-1), row_offset / 2
             cost = torch.where(same.unsqueeze(-1), (cost + cost.mT) / 2, cost)
             row_offset, column_offset = torch.where(same, shared, row_offset), torch.where(same, shared, column_offset)
-            reduced = cost - row_offset.unsqueeze(-1)
-        centred = reduced - column_offset.unsqueeze(-2)
-        if allowed is not None:
+        centred = (cost - row_offset.unsqueeze(-1)).sub_(column_offset.unsqueeze(-2))
+        if masked:
             # A finite stand-in for +inf: its weight in a sum is zero all the same, and its derivative zero instead of NaN.
-            centred = centred.masked_fill(~allowed, _FORBIDDEN)
+            centred = centred.masked_fill(detached == torch.inf, _FORBIDDEN)
         if bool((epsilon < _LEAST_IN_FLOAT32).any()):
             work = epsilon.dtype
         # A side without any constraint is solved by one update.
@@ -182,7 +178,8 @@ class Loop:
     def _iterate(self, state: State, tolerance: float, max_iterations: int) -> tuple[State, Tensor]:
         """``(state, hopeless)``: all problems done, and which of them have no solution."""
         coupled = self.taus == (1.0, 1.0)
-        sweeps = (self._sweeps_first() - state.iterations).clamp_min(0)
+        first = self._sweeps_first()
+        sweeps = (first - state.iterations).clamp_min(0)
         hopeless = torch.zeros_like(state.done)
         if self.masked and coupled:
             early = sweeps.clamp_max(_PATIENCE)
@@ -191,7 +188,7 @@ class Loop:
             state.done = state.done | hopeless
             sweeps = sweeps - early
         state = self._stage(state, sweeps, tolerance, max_iterations)
-        sweeps = self._sweeps_first()
+        sweeps = first
         while not bool(state.done.all()):
             if coupled:
                 alive = (~state.done).nonzero().flatten()
@@ -399,10 +396,7 @@ class Loop:
         tau = self.taus[0]
         if tau == 0 or not self.cost.numel():
             return torch.zeros_like(self.row_offset), torch.zeros_like(self.epsilon)
-        live = (self.b > 0).unsqueeze(-2)
-        distance = self.cost - g.unsqueeze(-2)
-        if not bool(live.all()):
-            distance.masked_fill_(~live, torch.inf)
+        distance = self.cost - g.masked_fill(self.b == 0, -torch.inf).unsqueeze(-2)
         least = distance.amin(-1, keepdim=True)
         distance -= least
         distance *= (-1 / self.epsilon).view(-1, 1, 1)
@@ -422,14 +416,13 @@ class Loop:
         return (largest - smallest).masked_fill(~live.flatten(1).any(-1), 0.0)
 
 
-def _smallest(cost: Tensor, allowed: Tensor | None, live: Tensor, axis: int) -> Tensor:
-    """Smallest allowed entry along an axis of the matrices, in live columns or rows; zero if there is none."""
+def _smallest(cost: Tensor, offset: Tensor, weights: Tensor, axis: int) -> Tensor:
+    """Smallest cost less an offset along an axis of the matrices, of atoms with weight; zero if no pair is allowed."""
     if not cost.shape[axis]:
         return cost.sum(axis)
-    live = live.unsqueeze(-2 if axis == -1 else -1)
-    if allowed is None and bool(live.all()):
-        return cost.amin(axis)
-    least = cost.masked_fill(~(live if allowed is None else allowed & live), torch.inf).amin(axis)
+    # A difference is several times faster than a mask.
+    offset = offset.masked_fill(weights == 0, -torch.inf).unsqueeze(-2 if axis == -1 else -1)
+    least = (cost - offset).amin(axis)
     return least.masked_fill(torch.isinf(least), 0.0)
 
 

@@ -9,6 +9,8 @@ from sinkformer.ops.autograd import plan as plan
 from sinkformer.ops.reference import adjoint_solve as adjoint_solve
 from sinkformer.ops.reference import apply as apply
 from sinkformer.ops.reference import density as density
+from sinkformer.ops.reference import density_of_atoms as density_of_atoms
+from sinkformer.ops.reference import forbids as forbids
 from sinkformer.ops.reference import marginals as marginals
 from sinkformer.ops.reference import rounding as rounding
 from sinkformer.ops.reference import row_blocks as row_blocks

@@ -26,19 +26,30 @@ def softmin(cost: Tensor, potential: Tensor, log_weights: Tensor, epsilon: Tenso
     return -scale * torch.logsumexp(exponents, -1)
 
 
+def forbids(cost: Tensor) -> bool:
+    """Whether any pair has infinite cost: one pass, and no mask, which takes as long as several sums."""
+    return bool(cost.numel()) and not bool(cost.detach().amax() < torch.inf)
+
+
 def density(cost: Tensor, f: Tensor, g: Tensor, a: Tensor, b: Tensor, epsilon: Tensor) -> Tensor:
     """exp((f + g - C) / epsilon), the density of the plan with respect to a (x) b, in the dtype of the potentials.
 
     Zero at pairs of infinite cost, and where both weights are zero: between two paddings nothing bounds the exponent.
     """
-    forbidden = cost == torch.inf
-    void = forbidden | ((a == 0).unsqueeze(-1) & (b == 0).unsqueeze(-2))
-    # Infinities are taken out before the quotient, whose derivative they would turn into NaN.
-    exponents = (f.unsqueeze(-1) + g.unsqueeze(-2) - cost.masked_fill(forbidden, 0.0)) / epsilon.unsqueeze(
-        -1
-    ).unsqueeze(-1)
-    exponents = exponents.clamp_max(LARGEST_EXPONENT)
-    return exponents.exp().masked_fill(void, 0.0)
+    live = torch.maximum((a > 0).to(f.dtype).unsqueeze(-1), (b > 0).to(f.dtype).unsqueeze(-2))
+    if forbids(cost):
+        # Infinities are taken out before the quotient, whose derivative they would turn into NaN.
+        forbidden = cost == torch.inf
+        cost, live = cost.masked_fill(forbidden, 0.0), live.masked_fill(forbidden, 0.0)
+    exponents = (f.unsqueeze(-1) + g.unsqueeze(-2) - cost) / epsilon.unsqueeze(-1).unsqueeze(-1)
+    return exponents.clamp_max_(LARGEST_EXPONENT).exp() * live
+
+
+def density_of_atoms(cost: Tensor, f: Tensor, g: Tensor, epsilon: Tensor) -> Tensor:
+    """``density`` without derivatives, in one matrix, for what multiplies by both weights: any number between paddings."""
+    # In the order of ``density``: where epsilon is tiny, the rounding of the exponents is all that is left of the error.
+    exponents = (f.unsqueeze(-1) + g.unsqueeze(-2)).sub_(cost).mul_((1 / epsilon).unsqueeze(-1).unsqueeze(-1))
+    return exponents.clamp_max_(LARGEST_EXPONENT).exp_()
 
 
 def plan(cost: Tensor, f: Tensor, g: Tensor, a: Tensor, b: Tensor, epsilon: Tensor) -> Tensor:
@@ -48,7 +59,8 @@ def plan(cost: Tensor, f: Tensor, g: Tensor, a: Tensor, b: Tensor, epsilon: Tens
 
 def apply(matrix: Tensor, v: Tensor) -> Tensor:
     """Matrix times vector, problem by problem: ``(*batch, n, m)`` and ``(*batch, m)`` give ``(*batch, n)``."""
-    return (matrix @ v.unsqueeze(-1)).squeeze(-1)
+    # A row times a matrix is what a BLAS does fastest.
+    return (v.unsqueeze(-2) @ matrix.mT).squeeze(-2)
 
 
 def marginals(plan: Tensor) -> tuple[Tensor, Tensor]:
