@@ -25,27 +25,39 @@ from sinkformer.solutions import Status as Status
 from sinkformer.solvers import sinkhorn as sinkhorn
 
 if TYPE_CHECKING:
+    from sinkformer import approximation as approximation
+    from sinkformer import evaluation as evaluation
     from sinkformer import losses as losses
+    from sinkformer import metrics as metrics
     from sinkformer import plots as plots
+    from sinkformer import systems as systems
     from sinkformer import testing as testing
     from sinkformer import text as text
+    from sinkformer import training as training
+    from sinkformer.metrics import W1Result as W1Result
+    from sinkformer.metrics import w1 as w1
     from sinkformer.models import SinkhornTransformer as SinkhornTransformer
     from sinkformer.models import SinkhornTransformerConfig as SinkhornTransformerConfig
 
 __version__ = _version("sinkformer")
 
 # Loaded when first asked for: they bring heavier imports.
-_ROOMS = ("losses", "plots", "testing", "text")
-_MODELS = ("SinkhornTransformer", "SinkhornTransformerConfig")
+_ROOMS = ("approximation", "evaluation", "losses", "metrics", "plots", "systems", "testing", "text", "training")
+_NAMES = {
+    "SinkhornTransformer": "models",
+    "SinkhornTransformerConfig": "models",
+    "W1Result": "metrics",
+    "w1": "metrics",
+}
 
 
 def __getattr__(name: str):
     if name in _ROOMS:
         return importlib.import_module(f"sinkformer.{name}")
-    if name in _MODELS:
-        return getattr(importlib.import_module("sinkformer.models"), name)
+    if name in _NAMES:
+        return getattr(importlib.import_module(f"sinkformer.{_NAMES[name]}"), name)
     raise AttributeError(f"module 'sinkformer' has no attribute {name!r}")
 
 
 def __dir__():
-    return sorted([*globals(), *_ROOMS, *_MODELS])
+    return sorted([*globals(), *_ROOMS, *_NAMES])

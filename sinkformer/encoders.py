@@ -12,6 +12,8 @@ their order; positions, if they matter, are coordinates of x.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -130,22 +132,63 @@ class Block(nn.Module):
         return tokens + self.mlp(normed, atoms, averaging)
 
 
+class Moments(NamedTuple):
+    """First two moments of a measure, as each token sees it: ``(*batch, q or 1, ...)``.
+
+    Attributes:
+        mean: m = int x dmu, of size d.
+        summary: m and the upper triangle of int (x - m)(x - m)^T dmu, of size d + d (d + 1) / 2.
+    """
+
+    mean: Tensor
+    summary: Tensor
+
+    @classmethod
+    def of(cls, points: Points, averaging: Tensor) -> Moments:
+        """Moments of atoms ``(*batch, n, d)`` under the weights ``averaging`` ``(*batch, q or 1, n)``."""
+        mean = averaging @ points
+        centred = points.unsqueeze(-3) - mean.unsqueeze(-2)
+        rows, columns = torch.triu_indices(points.shape[-1], points.shape[-1], device=points.device)
+        products = centred[..., rows] * centred[..., columns]
+        return cls(mean, torch.cat([mean, (averaging.unsqueeze(-1) * products).sum(-2)], -1))
+
+    @staticmethod
+    def size(dim: int) -> int:
+        """Length of a summary."""
+        return dim + dim * (dim + 1) // 2
+
+
 class Encoder(nn.Module):
     """In-context map (mu, x) -> R^rank: input MLP, blocks, final norm, linear output plus a linear skip from x.
 
     Obeys the laws of ``sinkformer.testing``: permutation, padding, splitting, evaluation off the support, continuity.
 
+    The three options after ``context`` read a summary c of the measure, an MLP of the mean token (and of the moments):
+
+    * ``moments``: with m the mean and p = (m, covariance) of mu, tokens enter as (x, x - m, p).
+    * ``contextual_skip``: the skip is (A + A(c)) (x - m) instead of A x, a matrix that depends on the measure.
+    * ``tensor=(H, r_c)``: the output is b_1 (x) a_1 + ... + b_H (x) a_H (a direct sum of tensor products), with
+      coefficients b_h(mu) in R^{r_c} read off c, and features a_h(mu, x) in R^{rank / (H r_c)} read off the token. The inner
+      product of two such outputs is sum_h <b_h, b'_h> <a_h, a'_h>: it has rank ``rank``, at the cost of computing
+      ``rank / r_c`` features for each point.
+
     Args:
         dim: coordinates of a point.
-        rank: size of the output.
+        rank: size of the output; divisible by H r_c.
         width: size of a token.
         heads: attention heads; divide ``width``.
         depth: number of blocks.
         causal: space-time variant (arXiv 2408.01367, Theorem 2): the last coordinate of a point is its time, and a token
             at time t sees the atoms at times s <= t only; equal times see each other.
         context: give the MLPs a pooled context.
+        moments: give the tokens mean and covariance of the measure. They are d + d (d + 1) / 2 numbers: for small ``dim``.
+        contextual_skip: let the matrix of the skip depend on the measure.
+        tensor: ``(H, r_c)`` for tensor-product features; None for plain ones.
         scale: order of magnitude of an output coordinate at initialisation.
         device, dtype: as for every torch module.
+
+    Raises:
+        ConfigError: sizes that are not positive, or do not divide each other.
     """
 
     def __init__(
@@ -158,6 +201,9 @@ class Encoder(nn.Module):
         depth: int = 2,
         causal: bool = False,
         context: bool = True,
+        moments: bool = False,
+        contextual_skip: bool = False,
+        tensor: tuple[int, int] | None = None,
         scale: float = 1.0,
         device=None,
         dtype=None,
@@ -168,9 +214,15 @@ class Encoder(nn.Module):
             raise ConfigError(
                 f"expected dim, rank, width >= 1 and depth >= 0, received dim={dim}, rank={rank}, width={width}, depth={depth}"
             )
-        self.dim, self.rank, self.causal = dim, rank, causal
+        if tensor is not None and (min(tensor) < 1 or rank % (tensor[0] * tensor[1])):
+            raise ConfigError(
+                f"expected tensor=(heads, coefficients) whose product divides the rank, received {tensor} and rank={rank}"
+            )
+        self.dim, self.rank, self.causal, self.tensor = dim, rank, causal, tensor
+        own = rank if tensor is None else rank // tensor[1]
+        summary = Moments.size(dim) if moments else 0
         self.enter = nn.Sequential(
-            nn.Linear(dim, width, device=device, dtype=dtype),
+            nn.Linear(2 * dim + summary if moments else dim, width, device=device, dtype=dtype),
             nn.GELU(),
             nn.Linear(width, width, device=device, dtype=dtype),
         )
@@ -178,11 +230,25 @@ class Encoder(nn.Module):
             Block(width, heads, context=context, device=device, dtype=dtype) for _ in range(depth)
         )
         self.norm = nn.RMSNorm(width, eps=_NORM_EPSILON, device=device, dtype=dtype)
-        self.leave = nn.Linear(width, rank, device=device, dtype=dtype)
-        self.skip = nn.Linear(dim, rank, bias=False, device=device, dtype=dtype)
+        self.leave = nn.Linear(width, own, device=device, dtype=dtype)
+        self.skip = nn.Linear(dim, own, bias=False, device=device, dtype=dtype)
         nn.init.normal_(self.leave.weight, std=scale / width**0.5)
         nn.init.zeros_(self.leave.bias)
         nn.init.normal_(self.skip.weight, std=scale / dim**0.5)
+        self.moments = moments
+        self.summary = self.skip_shift = self.coefficients = None
+        if contextual_skip or tensor is not None:
+            self.summary = nn.Linear(width + summary, width, device=device, dtype=dtype)
+        if contextual_skip:
+            self.skip_shift = nn.Linear(width, dim * own, device=device, dtype=dtype)
+            nn.init.normal_(self.skip_shift.weight, std=scale / (dim * width) ** 0.5)
+            nn.init.zeros_(self.skip_shift.bias)
+        if tensor is not None:
+            self.coefficients = nn.Linear(width, tensor[0] * tensor[1], device=device, dtype=dtype)
+            nn.init.normal_(self.coefficients.weight, std=(width * tensor[1]) ** -0.5)
+            # Every other head starts with the constant coefficients (1, 0, ...): a plain feature.
+            with torch.no_grad():
+                self.coefficients.bias.zero_()[:: 2 * tensor[1]] = 1.0
 
     def forward(self, mu: Measure, at: Points | None = None) -> Features:
         """Evaluate the in-context map.
@@ -207,13 +273,46 @@ class Encoder(nn.Module):
             allowed = mu.points[..., -1].unsqueeze(-2) <= points[..., -1].unsqueeze(-1)
             seen = averaging * allowed
             averaging = safe_divide(seen, seen.sum(-1, keepdim=True))
+        moments = Moments.of(mu.points, averaging) if self.moments or self.skip_shift is not None else None
+        inputs = points
+        if self.moments and moments is not None:
+            everyone = moments.summary.expand(*points.shape[:-1], -1)
+            inputs = torch.cat([points, points - moments.mean, everyone], -1)
         # The sum of residuals keeps the precision of the points under autocast.
-        tokens = self.enter(points).to(points.dtype)
+        tokens = self.enter(inputs).to(points.dtype)
         for block in self.blocks:
             tokens = block(tokens, mu.weights, averaging, allowed)
-        features = self.leave(self.norm(tokens)) + self.skip(points)
+        features = self._features(self.norm(tokens), points, mu.weights, averaging, moments)
         return features if at is None else features[..., mu.n :, :]
+
+    def _features(
+        self, tokens: Tensor, points: Points, weights: Tensor, averaging: Tensor, moments: Moments | None
+    ) -> Features:
+        """What is read off the final tokens ``(*batch, q, width)`` of ``points``, the first n of which are the atoms."""
+        if self.summary is None:
+            return self.leave(tokens) + self.skip(points)
+        atoms = tokens[..., : weights.shape[-1], :].masked_fill((weights == 0).unsqueeze(-1), 0.0)
+        pooled = averaging.to(atoms.dtype) @ atoms
+        if self.moments and moments is not None:
+            pooled = torch.cat([pooled, moments.summary.to(pooled.dtype)], -1)
+        summary = functional.gelu(self.summary(pooled))
+        if self.skip_shift is None or moments is None:
+            features = self.leave(tokens) + self.skip(points)
+        else:
+            centred = points - moments.mean
+            shift = self.skip_shift(summary).unflatten(-1, (self.dim, -1))
+            shifted = (
+                (centred.unsqueeze(-2).to(shift.dtype) @ shift).squeeze(-2)
+                if self.causal
+                else centred.to(shift.dtype) @ shift.squeeze(-3)
+            )
+            features = self.leave(tokens) + self.skip(centred) + shifted
+        if self.tensor is None or self.coefficients is None:
+            return features
+        coefficients = self.coefficients(summary).unflatten(-1, (self.tensor[0], -1, 1))
+        return (coefficients * features.unflatten(-1, (self.tensor[0], 1, -1))).flatten(-3)
 
     def extra_repr(self) -> str:
         """Sizes."""
-        return f"dim={self.dim}, rank={self.rank}, causal={self.causal}"
+        tensor = "" if self.tensor is None else f", tensor={self.tensor}"
+        return f"dim={self.dim}, rank={self.rank}, causal={self.causal}{tensor}"

@@ -7,9 +7,11 @@ Q never sees nu and K never sees mu. Such models are dense, uniformly in W1, amo
 
 from __future__ import annotations
 
+import copy
 import json
+import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,6 +33,7 @@ from sinkformer.solvers import SinkhornOptions
 Head = Literal["sinkhorn", "softmax", "truncated"]
 
 _FORMAT_VERSION = 1
+_LARGEST_LOG_SCALE = 50.0
 _CONFIG_FILE, _WEIGHTS_FILE = "config.json", "model.safetensors"
 
 
@@ -52,6 +55,9 @@ class SinkhornTransformerConfig:
         iterations: sweeps of the truncated head; None for the others.
         causal: space-time encoders, see ``Encoder``.
         context: pooled context in the MLPs, see ``GatedMLP``.
+        moments, contextual_skip, tensor: what else the encoders read off a measure, see ``Encoder``.
+        log_scale: tau; the coupling is that of e^tau c, so of epsilon e^-tau. Features at initialisation do not depend on
+            it: a model that must be sharp in the end can be trained from a blunt one, see ``training.Recipe.log_scale``.
         tolerance: marginal error the sinkhorn head stops at; by dtype if None.
         max_iterations: most sweeps of the sinkhorn head.
         format_version: version of this format.
@@ -71,6 +77,10 @@ class SinkhornTransformerConfig:
     iterations: int | None = None
     causal: bool = False
     context: bool = True
+    moments: bool = False
+    contextual_skip: bool = False
+    tensor: tuple[int, int] | None = None
+    log_scale: float = 0.0
     tolerance: float | None = None
     max_iterations: int = 2000
     format_version: int = _FORMAT_VERSION
@@ -96,10 +106,14 @@ class SinkhornTransformerConfig:
                 raise ConfigError(f"expected {name} as a whole number, received {value!r}")
             if value is not None and value < (0 if name == "depth" else 1):
                 raise ConfigError(f"expected {name} >= {0 if name == 'depth' else 1}, received {value}")
-        for name in ("causal", "context"):
+        for name in ("causal", "context", "moments", "contextual_skip"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"expected {name} as True or False, received {getattr(self, name)!r}")
-        numbers = {"epsilon": self.epsilon} | ({} if self.tolerance is None else {"tolerance": self.tolerance})
+        if self.tensor is not None:
+            self._check_tensor(self.tensor)
+        numbers = {"epsilon": self.epsilon, "log_scale": self.log_scale} | (
+            {} if self.tolerance is None else {"tolerance": self.tolerance}
+        )
         for name, value in numbers.items():
             if isinstance(value, bool) or not isinstance(value, (int, float)):
                 raise ConfigError(f"expected {name} as a number, received {value!r}")
@@ -107,6 +121,16 @@ class SinkhornTransformerConfig:
             raise ConfigError(f"expected a tolerance >= 0, received {self.tolerance}")
         if not 0 < self.epsilon < float("inf"):
             raise ConfigError(f"expected epsilon positive and finite, received {self.epsilon}")
+        if not abs(self.log_scale) <= _LARGEST_LOG_SCALE:
+            raise ConfigError(f"expected log_scale up to {_LARGEST_LOG_SCALE:.0f}, received {self.log_scale}")
+
+    def _check_tensor(self, tensor: Any) -> None:
+        sizes = tuple(tensor) if isinstance(tensor, (tuple, list)) else ()
+        if len(sizes) != 2 or any(isinstance(x, bool) or not isinstance(x, int) or x < 1 for x in sizes):
+            raise ConfigError(
+                f"expected tensor as two whole numbers (heads, coefficients), or None, received {tensor!r}"
+            )
+        object.__setattr__(self, "tensor", sizes)  # JSON has lists
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> SinkhornTransformerConfig:
@@ -149,13 +173,18 @@ class SinkhornTransformer(
         rank = config.rank or config.width
         target_dim = config.dim if config.target_dim is None else config.target_dim
         # Features of this size make c / epsilon of order one at the start: <Q, K> is of order scale^2 sqrt(rank).
-        scale = (config.epsilon / rank**0.5) ** 0.5
-        options = dict(
+        # Of tensor-product features, half the heads start as plain ones, and the coefficients of the others are small.
+        plain = rank if config.tensor is None else max(rank // config.tensor[1] / 2, 1.0)
+        scale = (config.epsilon / plain**0.5) ** 0.5
+        options: dict[str, Any] = dict(
             width=config.width,
             heads=config.heads,
             depth=config.depth,
             causal=config.causal,
             context=config.context,
+            moments=config.moments,
+            contextual_skip=config.contextual_skip,
+            tensor=config.tensor,
             scale=scale,
             device=device,
             dtype=dtype,
@@ -215,15 +244,28 @@ class SinkhornTransformer(
             mu,
             nu,
             cost=NegativeDot(),
-            epsilon=config.epsilon,
+            epsilon=self.epsilon,
             features=features,
             maps=(self.source_encoder, self.target_encoder),
             **options,
         )
 
+    @property
+    def epsilon(self) -> float:
+        """Entropy of the couplings, epsilon e^-tau in the terms of the configuration."""
+        return self.config.epsilon * math.exp(-self.config.log_scale)
+
+    def sharpened(self, factor: float) -> SinkhornTransformer:
+        """A model with the same encoders, not copies, and all logits c / epsilon multiplied by ``factor`` > 0."""
+        if not 0 < factor < float("inf"):
+            raise ConfigError(f"expected a positive, finite factor, received {factor}")
+        other = copy.copy(self)
+        other.config = replace(self.config, log_scale=self.config.log_scale + math.log(factor))
+        return other
+
     def extra_repr(self) -> str:
         """Head and epsilon."""
-        return f"head={self.config.head!r}, epsilon={self.config.epsilon}"
+        return f"head={self.config.head!r}, epsilon={self.epsilon}"
 
     # Storage ----------------------------------------------------------------------------------------------------------
 

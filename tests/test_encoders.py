@@ -5,6 +5,7 @@ import math
 import pickle
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,7 @@ from torch.nn import functional
 
 import sinkformer as sf
 from sinkformer import testing
-from sinkformer.encoders import Block, Encoder, GatedMLP, MeasureAttention
+from sinkformer.encoders import Block, Encoder, GatedMLP, MeasureAttention, Moments
 from sinkformer.errors import ConfigError, ShapeError
 from sinkformer.testing import random_measure
 
@@ -26,7 +27,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "one head": dict(heads=1),
     "eight heads": dict(heads=8),
     "large features": dict(scale=10.0),
+    "moments": dict(moments=True),
+    "contextual skip": dict(contextual_skip=True),
+    "tensor": dict(tensor=(5, 1)),
+    "everything": dict(moments=True, contextual_skip=True, tensor=(1, 5)),
+    "everything causal": dict(moments=True, contextual_skip=True, tensor=(5, 1), causal=True),
+    "everything, depth 0": dict(moments=True, contextual_skip=True, tensor=(1, 5), depth=0),
 }
+FULL: dict[str, Any] = dict(rank=12, moments=True, contextual_skip=True, tensor=(2, 3))
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -59,6 +67,7 @@ def test_laws(encoder):
 def test_laws_in_float32():
     testing.check_encoder(make(dtype=torch.float32), 3, dtype=torch.float32)
     testing.check_encoder(make(dtype=torch.float32, causal=True), 3, dtype=torch.float32)
+    testing.check_encoder(make(dtype=torch.float32, **FULL), 3, dtype=torch.float32)
 
 
 def test_laws_of_other_measures():
@@ -111,9 +120,10 @@ def test_huge_logits():
     assert bool(torch.isfinite(gradient).all())
 
 
-def test_gradients():
+@pytest.mark.parametrize("options", [{}, FULL, FULL | {"causal": True}], ids=["plain", "full", "full causal"])
+def test_gradients(options):
     """By finite differences in points, weights and probes, with padding."""
-    encoder = make(width=4, depth=1)
+    encoder = make(width=4, depth=1, **options)
     g = generator(2)
     points = torch.randn(4, 3, generator=g, dtype=torch.float64, requires_grad=True)
     logits = torch.randn(3, generator=g, dtype=torch.float64, requires_grad=True)
@@ -206,6 +216,94 @@ def test_without_context_an_mlp_sees_one_token():
     torch.testing.assert_close(mlp(z, z, averaging)[:2], mlp(z[:2], z[:2], averaging[:, :2]))
 
 
+# Moments, contextual skip, tensor products -------------------------------------------------------------------------
+
+
+def test_moments_are_mean_and_covariance():
+    """By NumPy, weighted, with an atom of weight zero."""
+    x = tokens(5, 3)
+    weights = torch.tensor([0.1, 0.2, 0.0, 0.3, 0.4], dtype=torch.float64)
+    mean, summary = Moments.of(x, weights.unsqueeze(0))
+    torch.testing.assert_close(mean[0], torch.from_numpy(np.average(x.numpy(), axis=0, weights=weights.numpy())))
+    covariance = np.cov(x.numpy(), rowvar=False, aweights=weights.numpy(), bias=True)
+    torch.testing.assert_close(summary[0, :3], mean[0])
+    torch.testing.assert_close(summary[0, 3:], torch.from_numpy(covariance[np.triu_indices(3)]))
+    assert summary.shape == (1, Moments.size(3))
+
+
+def test_moments_of_a_far_cloud_keep_their_digits():
+    x = tokens(5, 3)
+    weights = torch.full((1, 5), 0.2, dtype=torch.float64)
+    near, far = Moments.of(x, weights).summary, Moments.of(x + 1e6, weights).summary
+    torch.testing.assert_close(far[..., 3:], near[..., 3:], rtol=1e-8, atol=1e-8)
+
+
+def test_moments_of_the_past():
+    """Under causal weights every row has the moments of what it sees."""
+    x = tokens(4, 2)
+    averaging = torch.tensor([[1, 0, 0, 0], [0.5, 0.5, 0, 0], [0.2, 0.3, 0.5, 0]], dtype=torch.float64)
+    mean, summary = Moments.of(x, averaging)
+    for row in range(3):
+        alone = Moments.of(x[: row + 1], averaging[row : row + 1, : row + 1])
+        torch.testing.assert_close(mean[row : row + 1], alone.mean)
+        torch.testing.assert_close(summary[row : row + 1], alone.summary)
+
+
+def test_tensor_features_are_heads_of_products():
+    """<Q, K> = sum_h <b_h, b'_h> <a_h, a'_h>, and the coefficients do not depend on the point."""
+    one, other = make(0, **FULL), make(1, **FULL)
+    mu, nu = random_measure(5, 3, generator=generator()), random_measure(4, 3, generator=generator(1))
+    q, k = one(mu).unflatten(-1, (2, 3, 2)), other(nu).unflatten(-1, (2, 3, 2))
+    factors = []
+    for features in (q, k):
+        for head in range(2):
+            # All points of a measure together: coefficients times everything is a matrix of rank one.
+            matrix = features[:, head].transpose(0, 1).flatten(1)
+            assert float(torch.linalg.svdvals(matrix)[1].detach()) < 1e-12 * float(
+                torch.linalg.svdvals(matrix)[0].detach()
+            )
+        b = features[0, :, :, 0].detach()
+        factors.append((b, features[:, :, 0] / b[:, 0, None]))
+    (b, a), (b_other, a_other) = factors
+    gram = torch.einsum("ihr,jhr->ijh", a, a_other)
+    torch.testing.assert_close((one(mu) @ other(nu).T), (gram * (b * b_other).sum(-1)).sum(-1), rtol=1e-9, atol=1e-12)
+
+
+def test_half_the_heads_start_plain():
+    torch.manual_seed(0)
+    encoder = Encoder(2, 24, width=8, tensor=(4, 3))
+    assert encoder.coefficients is not None
+    assert encoder.coefficients.bias.unflatten(-1, (4, 3)).tolist() == [[1, 0, 0], [0, 0, 0], [1, 0, 0], [0, 0, 0]]
+
+
+def test_contextual_skip_is_a_matrix_of_the_measure():
+    """Without the part of the token the output is linear in x - m, and the matrix changes with the measure."""
+    encoder = make(contextual_skip=True)
+    with torch.no_grad():
+        encoder.leave.weight.zero_()
+    mu, nu = random_measure(5, 3, generator=generator()), random_measure(5, 3, generator=generator(1))
+    matrices = []
+    for measure in (mu, nu):
+        mean = (measure.weights.unsqueeze(-1) * measure.points).sum(0)
+        probes = mean + torch.cat([torch.zeros(1, 3), torch.eye(3), 2 * torch.eye(3)]).double()
+        value = encoder(measure, probes)
+        torch.testing.assert_close(value[0], torch.zeros(5).double(), rtol=0, atol=1e-12)
+        torch.testing.assert_close(value[4:], 2 * value[1:4], rtol=1e-12, atol=1e-12)
+        matrices.append(value[1:4])
+    assert float((matrices[0] - matrices[1]).detach().abs().max()) > 1e-3
+
+
+def test_moments_alone_separate_measures_of_one_mean():
+    """What the summary sees: a wider cloud around the same mean has another skip, without attention or context."""
+    encoder = make(moments=True, contextual_skip=True, depth=0)
+    with torch.no_grad():
+        encoder.leave.weight.zero_()
+    points = torch.tensor([[-1.0, 0, 0], [1.0, 0, 0]], dtype=torch.float64)
+    probe = torch.tensor([[0.3, 0.1, 0.2]], dtype=torch.float64)
+    narrow, wide = (encoder(sf.Measure.uniform(s * points), probe) for s in (1, 2))
+    assert float((narrow - wide).detach().abs().max()) > 1e-4
+
+
 # Causality ----------------------------------------------------------------------------------------------------------
 
 
@@ -218,9 +316,9 @@ def timed(*times: float) -> sf.Measure:
     return sf.Measure(points, mu.weights)
 
 
-@pytest.mark.parametrize("context", [True, False], ids=["context", "no context"])
-def test_the_future_changes_nothing(context):
-    encoder = make(causal=True, context=context)
+@pytest.mark.parametrize("options", [{}, dict(context=False), FULL], ids=["context", "no context", "full"])
+def test_the_future_changes_nothing(options):
+    encoder = make(causal=True, **options)
     mu = timed(0.1, 0.4, 0.2, 0.9, 0.8)
     before = encoder(mu)
     points = mu.points.clone()
@@ -242,8 +340,9 @@ def test_equal_times_see_each_other():
     assert bool((encoder(sf.Measure(points, mu.weights))[0] != encoder(mu)[0]).any())
 
 
-def test_at_one_time_causal_is_ordinary():
-    causal, ordinary = make(causal=True), make()
+@pytest.mark.parametrize("options", [{}, FULL], ids=["plain", "full"])
+def test_at_one_time_causal_is_ordinary(options):
+    causal, ordinary = make(causal=True, **options), make(**options)
     ordinary.load_state_dict(causal.state_dict())
     mu = timed(0.3, 0.3, 0.3, 0.3)
     torch.testing.assert_close(causal(mu), ordinary(mu), rtol=1e-12, atol=1e-12)
@@ -289,9 +388,9 @@ def test_repr():
     assert "heads=2" in text
 
 
-@pytest.mark.parametrize("causal", [False, True], ids=["ordinary", "causal"])
-def test_compiles_without_a_break(causal):
-    encoder = make(causal=causal, depth=1)
+@pytest.mark.parametrize("options", [{}, dict(causal=True), FULL], ids=["ordinary", "causal", "full"])
+def test_compiles_without_a_break(options):
+    encoder = make(depth=1, **options)
     torch.compiler.reset()
     compiled = torch.compile(encoder, backend="eager", fullgraph=True)
     g = generator(6)
@@ -302,8 +401,9 @@ def test_compiles_without_a_break(causal):
 
 
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight:UserWarning")  # torch's own, of RMSNorm
-def test_autocast():
-    encoder = make(dtype=torch.float32)
+@pytest.mark.parametrize("options", [{}, FULL], ids=["plain", "full"])
+def test_autocast(options):
+    encoder = make(dtype=torch.float32, **options)
     mu = random_measure(6, 3, generator=generator(), dtype=torch.float32, zeros=1)
     exact = encoder(mu)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -325,6 +425,14 @@ def test_wrong_sizes():
     ):
         with pytest.raises(ConfigError, match="expected dim, rank, width >= 1 and depth >= 0, received"):
             Encoder(**wrong)
+
+
+@pytest.mark.parametrize("tensor", [(2, 5), (0, 3), (3, -4)])
+def test_wrong_tensor(tensor):
+    with pytest.raises(
+        ConfigError, match=r"expected tensor=\(heads, coefficients\) whose product divides the rank, received"
+    ):
+        Encoder(3, 12, tensor=tensor)
 
 
 def test_wrong_points():

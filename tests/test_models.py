@@ -28,6 +28,7 @@ from sinkformer.errors import (
 from sinkformer.models import SinkhornTransformer, SinkhornTransformerConfig
 from sinkformer.testing import random_measure
 
+OPTIONS: dict[str, Any] = dict(rank=12, moments=True, contextual_skip=True, tensor=(2, 3))
 HEADS: dict[str, dict[str, Any]] = {
     "sinkhorn": dict(head="sinkhorn"),
     "softmax": dict(head="softmax"),
@@ -70,11 +71,11 @@ def head(request) -> dict[str, Any]:
 # Laws ---------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("causal", [False, True], ids=["ordinary", "causal"])
-def test_laws(head, causal):
-    testing.check_coupling_model(make(**head, causal=causal), 2, target_dim=3)
+@pytest.mark.parametrize("options", [{}, dict(causal=True), OPTIONS], ids=["ordinary", "causal", "full"])
+def test_laws(head, options):
+    testing.check_coupling_model(make(**head | options), 2, target_dim=3)
     # and with the roles exchanged
-    model = make(**head, causal=causal)
+    model = make(**head | options)
     testing.check_coupling_model(lambda mu, nu: model(nu, mu).mT, 3, target_dim=2)
 
 
@@ -459,6 +460,11 @@ def test_state_dict_keys_are_frozen():
     assert sorted(make().state_dict()) == sorted(expected)
     without = sorted(make(context=False).state_dict())
     assert without == sorted(k for k in expected if "pool" not in k and "from_context" not in k)
+    more = {"summary.bias", "summary.weight", "coefficients.bias", "coefficients.weight"}
+    full = more | {"skip_shift.bias", "skip_shift.weight"}
+    for options, names in ((OPTIONS, full), (dict(moments=True), set()), (dict(rank=12, tensor=(2, 3)), more)):
+        added = {key.split("_encoder.")[1] for key in make(**options).state_dict()} - set(ENCODER_KEYS)
+        assert added == names
     assert len(make(depth=3).state_dict()) == len(expected) + 2 * 2 * sum(k.startswith("blocks") for k in ENCODER_KEYS)
 
 
@@ -476,6 +482,10 @@ def test_config_is_frozen():
         "iterations": None,
         "causal": False,
         "context": True,
+        "moments": False,
+        "contextual_skip": False,
+        "tensor": None,
+        "log_scale": 0.0,
         "tolerance": None,
         "max_iterations": 2000,
         "format_version": 1,
@@ -497,6 +507,12 @@ def test_config_is_frozen():
         (dict(iterations=3), "received iterations=3 with head='sinkhorn'"),
         (dict(epsilon=0.0), "expected epsilon positive and finite, received 0.0"),
         (dict(epsilon=math.inf), "expected epsilon positive and finite, received inf"),
+        (dict(log_scale=math.inf), "expected log_scale up to 50, received inf"),
+        (dict(log_scale="7"), "expected log_scale as a number, received '7'"),
+        (dict(moments=1), "expected moments as True or False, received 1"),
+        (dict(tensor=(2, 3, 4)), r"expected tensor as two whole numbers \(heads, coefficients\), or None, received"),
+        (dict(tensor=(2, 0)), "expected tensor as two whole numbers"),
+        (dict(tensor="23"), "expected tensor as two whole numbers"),
         (dict(max_iterations=0), "expected max_iterations >= 1, received 0"),
         (dict(format_version=2), "expected format_version 1, received 2; load the model with the release"),
     ],
@@ -523,6 +539,53 @@ def test_a_model_needs_a_configuration():
         SinkhornTransformer(dict(dim=2))  # pyright: ignore[reportArgumentType]
     with pytest.raises(ConfigError, match="expected width divisible by heads, received width=10 and heads=4"):
         SinkhornTransformer(SinkhornTransformerConfig(dim=2, width=10))
+
+
+def test_options_reach_the_encoders():
+    for encoder in (make(**OPTIONS).source_encoder, make(**OPTIONS).target_encoder):
+        assert encoder.moments
+        assert encoder.skip_shift is not None
+        assert encoder.tensor == (2, 3)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, dict(rank=512, tensor=(16, 8), moments=True, contextual_skip=True)], ids=["plain", "full"]
+)
+def test_a_fresh_model_has_costs_of_order_epsilon(options):
+    torch.manual_seed(0)
+    model = SinkhornTransformer(SinkhornTransformerConfig(dim=2, width=48, epsilon=0.1, **options))
+    g = generator()
+    mu, nu = (sf.Measure.uniform(torch.randn(40, 2, generator=g)) for _ in range(2))
+    deviation = float((model.source_encoder(mu) @ model.target_encoder(nu).T).detach().std())
+    assert 0.03 < deviation < 1.0
+
+
+# The scale of the logits ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tau", [-1.0, 0.5, 2.0])
+def test_log_scale_divides_epsilon(head, tau):
+    """The coupling of e^tau c at epsilon is that of c at epsilon e^-tau, with the same features."""
+    mu, nu = pair()
+    model = make(**head, log_scale=tau)
+    other = make(**head, epsilon=0.2 * math.exp(-tau))
+    other.load_state_dict(model.state_dict())
+    torch.testing.assert_close(model(mu, nu).to_dense(), other(mu, nu).to_dense(), rtol=1e-9, atol=1e-12)
+    assert model.epsilon == pytest.approx(0.2 * math.exp(-tau))
+
+
+def test_sharpened_shares_the_encoders():
+    mu, nu = pair()
+    model = make()
+    sharp = model.sharpened(3.0)
+    assert sharp.source_encoder is model.source_encoder
+    assert model.config.log_scale == 0
+    assert sharp.epsilon == pytest.approx(0.2 / 3)
+    torch.testing.assert_close(sharp(mu, nu).to_dense(), make(log_scale=math.log(3.0))(mu, nu).to_dense())
+    assert sharp.sharpened(1 / 3).config.log_scale == pytest.approx(0.0, abs=1e-15)
+    for factor in (0.0, -1.0, math.inf, math.nan):
+        with pytest.raises(ConfigError, match="expected a positive, finite factor, received"):
+            model.sharpened(factor)
 
 
 # Storage ------------------------------------------------------------------------------------------------------------
@@ -560,6 +623,27 @@ def test_round_trip(tmp_path, dtype):
     if dtype != torch.bfloat16:
         mu, nu = pair(dtype=dtype)
         assert torch.equal(SinkhornTransformer.from_pretrained(tmp_path)(mu, nu).to_dense(), model(mu, nu).to_dense())
+
+
+def test_round_trip_of_all_options(tmp_path):
+    """JSON knows no tuples."""
+    model = make(**OPTIONS, log_scale=1.5)
+    model.save_pretrained(tmp_path)
+    back = SinkhornTransformer.from_pretrained(tmp_path)
+    assert back.config == model.config
+    assert back.config.tensor == (2, 3)
+    mu, nu = pair()
+    assert torch.equal(back(mu, nu).to_dense(), model(mu, nu).to_dense())
+
+
+def test_configurations_of_the_first_release_load(folder):
+    """Files written before the options existed."""
+    path = folder / "config.json"
+    values = json.loads(path.read_text())
+    for name in ("moments", "contextual_skip", "tensor", "log_scale"):
+        del values[name]
+    path.write_text(json.dumps(values))
+    assert SinkhornTransformer.from_pretrained(folder).config == make(head="truncated", iterations=4).config
 
 
 def test_what_is_written(folder):

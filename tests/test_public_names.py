@@ -35,15 +35,22 @@ PACKAGE = {
     "Solution",
     "SqEuclidean",
     "Status",
+    "W1Result",
+    "approximation",
     "costs",
     "errors",
+    "evaluation",
     "explain",
     "losses",
+    "metrics",
     "plots",
     "sinkhorn",
+    "systems",
     "testing",
     "text",
+    "training",
     "use_backend",
+    "w1",
     "warm_up",
 }
 
@@ -57,7 +64,7 @@ ROOMS = {
         "RoundedCoupling",
     },
     plans: {"Conditional", "Plan", "TopK"},
-    encoders: {"Block", "Encoder", "GatedMLP", "MeasureAttention"},
+    encoders: {"Block", "Encoder", "GatedMLP", "MeasureAttention", "Moments"},
     errors: {
         "BackendError",
         "ConfigError",
@@ -142,6 +149,48 @@ MEMBERS = {
 }
 
 
+# Rooms that are folders: what they export.
+FOLDERS = {
+    "evaluation": {
+        "Attack",
+        "CrossSoftmax",
+        "Distance",
+        "Distances",
+        "Evaluation",
+        "FixedCost",
+        "Pair",
+        "Report",
+        "Summary",
+        "adversarial",
+        "best_fixed_cost",
+        "distances",
+        "evaluate",
+        "load_couplings",
+        "load_predictor",
+        "report",
+        "save_couplings",
+    },
+    "metrics": {"W1Result", "w1"},
+    "systems": {
+        "ContextSwitch",
+        "EntropicSystem",
+        "EntropicTransport",
+        "ExactTransport",
+        "HardSwitch",
+        "Mixture",
+        "Monotone",
+        "PairSampler",
+        "Product",
+        "RandomTeacher",
+        "System",
+        "Whitened",
+        "every_pair",
+        "named",
+    },
+    "training": {"History", "Muon", "Recipe", "fenchel_young", "fit"},
+}
+
+
 def public(names) -> set[str]:
     return {name for name in names if not name.startswith("_")}
 
@@ -169,8 +218,15 @@ def test_rooms(module):
     assert defined_in(module) == ROOMS[module]
 
 
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_folders(folder):
+    module = getattr(sf, folder)
+    exported = {name for name, value in vars(module).items() if not isinstance(value, types.ModuleType)}
+    assert public(exported) - {"annotations"} == FOLDERS[folder]
+
+
 def test_pictures():
-    assert {"coupling", "save"} <= defined_in(plots)
+    assert {"coupling", "distribution", "evaluation", "evaluation_figure", "save"} <= defined_in(plots)
 
 
 @pytest.mark.parametrize("kind", MEMBERS, ids=lambda kind: kind.__name__)

@@ -14,6 +14,20 @@ OPTIONS = {
     "couple": SHARED | {"--files", "--tokenized", "--format", "--plot", "--html"},
     "align": SHARED | {"--src", "--tgt", "--raw", "--format", "--ids", "--output", "-o"},
     "info": {"--format", "--debug"},
+    "w1": {
+        *(
+            "--rounded",
+            "--model",
+            "--system",
+            "--pairs",
+            "--sizes",
+            "--seed",
+            "--sharpened",
+            "--adversarial",
+            "--steps",
+        ),
+        *("--baselines", "--baseline", "--plot", "--worst", "--tol", "--json", "--strict", "--quiet", "-q", "--debug"),
+    },
 }
 
 
