@@ -151,6 +151,7 @@ MEMBERS = {
 
 # Rooms that are folders: what they export.
 FOLDERS = {
+    "approximation": {"Approximation", "Factors", "Ledger", "Partition", "Step", "Table", "build"},
     "evaluation": {
         "Attack",
         "CrossSoftmax",
