@@ -5,9 +5,9 @@ import os
 # Also for the programs that tests start, one for each core at a time. Before torch, which reads it when imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import hypothesis  # noqa: E402
-import pytest  # noqa: E402
-import torch  # noqa: E402
+import hypothesis
+import pytest
+import torch
 
 hypothesis.settings.register_profile("sinkformer", deadline=None, derandomize=True, max_examples=15)
 hypothesis.settings.load_profile("sinkformer")
