@@ -87,6 +87,8 @@ def draw(name: str, results: dict[str, list[dict[str, float]]], path: Path) -> N
         for kind, style in (("sup", "o-"), ("mean", "s--")):
             panel.plot(x, [p[kind] for p in points], style, label=kind)
         panel.set(xscale="log", yscale="log", xlabel=TITLES[axis])
+        panel.set_xticks(x, [f"{value:g}" for value in x])
+        panel.minorticks_off()
         panel.grid(alpha=0.3)
     panels[0].set_ylabel("W1 to the target, new pairs")
     panels[0].legend()
