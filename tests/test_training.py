@@ -506,6 +506,15 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, step):
     torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
+@pytest.fixture
+def ctrl_c():
+    """Python's own handler: a program that was started in the background has none."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_finishes_the_step_and_writes(tmp_path):
     whole, part = make(), make()
     expected = train(whole, steps=9)
@@ -523,6 +532,7 @@ def test_ctrl_c_finishes_the_step_and_writes(tmp_path):
     assert same(whole, resumed)
 
 
+@pytest.mark.usefixtures("ctrl_c")
 def test_a_second_ctrl_c_acts_at_once(tmp_path):
     def interrupt(step: int) -> None:
         if step == 4:
