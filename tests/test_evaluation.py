@@ -1,7 +1,10 @@
 """W1 of predictors to systems: closed forms, laws of the sampling and of the search, baselines, files of couplings."""
 
+import contextlib
 import json
 import math
+import warnings
+import zipfile
 
 import numpy as np
 import pytest
@@ -173,12 +176,60 @@ def test_a_softmax_is_never_compared_in_silence():
         (lambda mu, nu: Product((2, 2))(nu, mu).mT[:1], ShapeError, "expected a prediction of shape"),
         (lambda mu, nu: Product((2, 2))(mu.map(lambda t: t.flip(-1)), nu), WeightError, "another source"),
         (lambda mu, nu: sf.Coupling.from_dense(mu, nu, EOT(mu, nu).to_dense() / 2), WeightError, "off by 0.5; divide"),
+        (lambda mu, nu: EOT(mu.map(lambda t: t), moved(nu)), WeightError, "other points of the target"),
+        (lambda mu, nu: EOT(moved(mu), nu), WeightError, "other points of the source"),
         (3, DTypeError, "a model or a function"),
     ],
 )
 def test_predictors_that_are_none(predictor, error, message):
     with pytest.raises(error, match=message):
         evaluate(predictor, EOT, SAMPLER, pairs=4, sizes=SIZES)
+
+
+def moved(mu):
+    return sf.Measure(mu.points + 1e-6, mu.weights)
+
+
+def test_a_permutation_is_another_coupling():
+    uniform = PairSampler(dims=(2, 2), sizes=(4, 4), weights="uniform")
+    for side in (0, 1):
+
+        def permuted(*pair, side=side):
+            pair = [sf.Measure(m.points.flip(-2), m.weights) if k == side else m for k, m in enumerate(pair)]
+            return EOT(*pair)
+
+        with pytest.raises(
+            WeightError, match=f"other points of the {('source', 'target')[side]}; keep points and their"
+        ):
+            evaluate(permuted, EOT, uniform, pairs=3, sizes=((4, 4),))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_points_may_be_rounded_and_padding_may_be_anything(dtype):
+    def low(mu, nu):
+        mu, nu = (sf.Measure(m.points.to(dtype), m.weights.to(dtype)) for m in (mu, nu))
+        return sf.Coupling.solve(mu, nu, epsilon=0.5, on_failure="ignore")
+
+    def padded(mu, nu):
+        mu = sf.Measure(mu.points.masked_fill((mu.weights == 0).unsqueeze(-1), 0.7), mu.weights)
+        return EOT(mu, nu)
+
+    uniform = PairSampler(dims=(2, 2), sizes=(4, 4), weights="uniform")  # 1/4 is exact in every dtype
+    assert evaluate(low, EOT, uniform, pairs=3, sizes=((4, 4),)).summary().sup < 0.01
+    assert evaluate(padded, EOT, SAMPLER, pairs=4, sizes=SIZES).summary().sup < 1e-11
+
+
+def test_mass_on_padding_is_no_raw_prediction():
+    def everywhere(mu, nu):
+        shape = (*mu.batch_shape, mu.n, nu.n)
+        return sf.Coupling.from_dense(mu, nu, torch.full(shape, 1 / (mu.n * nu.n), dtype=torch.float64))
+
+    with pytest.raises(WeightError, match="expected no mass on atoms of weight zero, received 0"):
+        evaluate(everywhere, EOT, SAMPLER, pairs=4, sizes=SIZES, rounded=False)
+    pair = evaluate(everywhere, EOT, SAMPLER, pairs=4, sizes=SIZES).worst[0]
+    assert float(pair.prediction.mass) == pytest.approx(1, abs=1e-12)
+    full = evaluate(everywhere, EOT, PairSampler(dims=(2, 2), sizes=(4, 4)), pairs=2, sizes=((4, 4),), rounded=False)
+    assert float(full.worst[0].prediction.mass) == pytest.approx(1, abs=1e-12)
 
 
 def test_a_nan_is_named():
@@ -201,11 +252,32 @@ def test_a_nan_is_named():
         ({"seed": -1}, "expected seed"),
         ({"batch": 0}, "expected batch"),
         ({"keep": True}, "expected keep"),
+        ({"sizes": (2, 16)}, r"expected sizes as ranges \(low, high\), such as \(\(2, 16\),\), received \(2, 16\)"),
+        ({"sizes": None}, "expected sizes as ranges"),
+        ({"sizes": ["2:16"]}, "expected sizes as ranges"),
+        ({"sizes": [(2, 4), (2.0, 3.0)]}, "expected sizes as whole numbers"),
+        ({"pairs": None}, "expected pairs as whole numbers >= 1, received None"),
+        ({"pairs": 1.5}, "expected pairs as whole numbers >= 1, received 1.5"),
+        ({"pairs": "3"}, "expected pairs"),
     ],
 )
 def test_bad_options(options, message):
     with pytest.raises(ConfigError, match=message):
         evaluate(EOT, EOT, SAMPLER, **({"pairs": 1, "sizes": SIZES} | options))
+
+
+def test_a_system_and_a_sampler_in_this_order():
+    for call in (
+        lambda *law: evaluate(EOT, *law, pairs=1),
+        lambda *law: report(EOT, *law, pairs=1),
+        lambda *law: best_fixed_cost(*law, pairs=1),
+    ):
+        with pytest.raises(DTypeError, match="expected a System, received PairSampler; the order is"):
+            call(SAMPLER, EOT)
+        with pytest.raises(DTypeError, match="expected a PairSampler, received NoneType"):
+            call(EOT, None)
+    with pytest.raises(DTypeError, match="expected a System, received NoneType"):
+        adversarial(EOT, None, *start())
 
 
 def test_a_model_is_evaluated_in_float64_and_left_alone():
@@ -344,6 +416,26 @@ def test_bad_options_of_a_search(options):
         adversarial(Product((2, 2)), EOT, *(side[0] for side in start()))
 
 
+def test_bad_starts_of_a_search():
+    mu, nu = start()
+    with pytest.raises(ConfigError, match=r"batch shapes \(4,\) and \(1,\)"):
+        adversarial(EOT, EOT, mu, nu[:1])
+    with pytest.raises(DTypeError, match=r"expected mu as a Measure of torch.float64, such as .* received NoneType"):
+        adversarial(EOT, EOT, None, None)
+    with pytest.raises(
+        DTypeError, match=r"expected nu as a Measure of torch.float64, .* received a Measure of torch.float16"
+    ):
+        adversarial(EOT, EOT, mu, sf.Measure(nu.points.half(), torch.full_like(nu.weights, 1 / nu.n).half()))
+    far = sf.Measure(nu.points * 0 + 3, nu.weights)
+    with pytest.raises(ConfigError, match=r"expected points of nu within half_width = 1 of zero, received .* size 3;"):
+        adversarial(Product((2, 2)), EOT, mu, far, steps=1)
+    assert adversarial(Product((2, 2)), EOT, mu, far, steps=1, half_width=3.0).steps == 1
+    # Padding has no place.
+    wide = sf.Measure(nu.points.masked_fill((nu.weights == 0).unsqueeze(-1), 3.0), nu.weights)
+    assert bool((nu.weights == 0).any())
+    assert adversarial(Product((2, 2)), EOT, mu, wide, steps=1).steps == 1
+
+
 # Baselines ---------------------------------------------------------------------------------------------------------------
 
 
@@ -367,8 +459,9 @@ def test_no_fixed_cost_between_spaces_of_two_dimensions():
         best_fixed_cost(system, sampler)
     found = report(system, system, sampler, pairs=2, sizes=SIZES)
     assert any(reason.startswith("fixed cost: expected") for reason in found.skipped)
-    with pytest.raises(ConfigError, match="epsilons"):
-        best_fixed_cost(EOT, SAMPLER, epsilons=())
+    for epsilons in ((), 0.1, "ab", [-1.0], [True], None):
+        with pytest.raises(ConfigError, match="expected a sequence of positive, finite epsilons"):
+            best_fixed_cost(EOT, SAMPLER, epsilons=epsilons)
 
 
 def test_the_choice_is_made_on_other_pairs():
@@ -400,6 +493,58 @@ def test_a_report_has_everything_side_by_side(monkeypatch):
     assert found.worst.upper == found.attack.sup
     untrained = report(small("sinkhorn"), EOT, SAMPLER, pairs=2, sizes=SIZES)
     assert any("trained first" in reason for reason in untrained.skipped)
+
+
+def test_no_row_of_a_report_is_replaced(monkeypatch):
+    cost = FixedCost(sf.SqEuclidean(), 0.5)
+    monkeypatch.setattr(reports, "best_fixed_cost", lambda *law, seed: cost)
+    law = {"pairs": 4, "sizes": SIZES}
+    for name in ("product", cost.name):
+        found = report(EOT, EOT, SAMPLER, name=name, **law)
+        names = [evaluation.predictor for evaluation in found.evaluations]
+        assert names[0] == name
+        assert f"{name} (baseline)" in names[1:]
+        assert len(set(names)) == 3
+        assert found.evaluations[0].summary().sup < 1e-11
+        others = {e.predictor: e.summary().sup for e in found.evaluations[1:]}
+        assert others["product (baseline)" if name == "product" else "product"] > 0.01
+    beside = report(EOT, EOT, SAMPLER, name="x", trained={"product": EOT}, **law)
+    assert [e.predictor for e in beside.evaluations][:3] == ["x", "product", "product (baseline)"]
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"name": "x", "trained": {"x": EOT}}, ConfigError, "a name of its own, received 'x' twice"),
+        ({"name": "a, raw", "trained": {"a": small()}}, ConfigError, "a name of its own, received 'a, raw' twice"),
+        ({"trained": {"a": None}}, DTypeError, "a model or a function"),
+        ({"trained": [EOT]}, ConfigError, "expected trained as a mapping"),
+        ({"trained": {"": EOT}}, ConfigError, "to have a name, received ''"),
+        ({"name": 3}, ConfigError, "to have a name, received 3"),
+        ({"search": -1}, ConfigError, "expected search as a whole number >= 0, received -1"),
+        ({"search": 1.5}, ConfigError, "expected search"),
+        ({"sizes": (2, 16)}, ConfigError, "expected sizes as ranges"),
+    ],
+)
+def test_a_report_checks_before_it_evaluates(monkeypatch, options, error, message):
+    def never(*_, **__):
+        raise AssertionError
+
+    monkeypatch.setattr(reports, "evaluate", never)
+    monkeypatch.setattr(reports, "best_fixed_cost", never)
+    with pytest.raises(error, match=message):
+        report(EOT, EOT, SAMPLER, **options)
+
+
+def test_a_search_that_cannot_start_is_skipped():
+    class Far(Fixed):
+        def pairs(self, count, *, generator):
+            return tuple(side.map(lambda t: t) if k else sf.Measure(3 * side.points, side.weights)
+                         for k, side in enumerate(super().pairs(count, generator=generator)))  # fmt: skip
+
+    found = report(Product((1, 1)), Monotone(), Far(dims=(1, 1)), pairs=2, sizes=((2, 2),), search=2, untrained=False)
+    assert found.attack is None
+    assert any("adversarial: expected points of mu within half_width" in reason for reason in found.skipped)
 
 
 def test_cross_softmax_starts_as_the_softmax_head_and_learns_what_that_cannot_see():
@@ -452,6 +597,27 @@ def test_distances_of_given_couplings():
         distances([diagonal], [product, product])
     with pytest.raises(ShapeError, match="pair 0: expected points of one dimension"):
         distances([diagonal], [Product((2, 2))(*(side[0] for side in start()))])
+
+
+def test_one_coupling_a_batch_or_several():
+    mu, nu = start(3)
+    batch = EOT(mu, nu)
+    assert len(distances(batch, batch).pairs) == 3
+    assert len(distances([batch], [batch[0], batch[1], batch[2]]).pairs) == 3
+    assert distances(batch[0], Product((2, 2))(mu[0], nu[0])).pairs[0].value > 0
+    for other in (None, 3, "a", ["a"], [None], mu):
+        with pytest.raises(DTypeError, match="expected"):
+            distances(other, batch)
+        with pytest.raises(DTypeError, match="expected"):
+            distances(batch, other)
+
+
+@pytest.mark.parametrize("rounded", [False, True])
+def test_a_plan_without_mass_has_no_distance(rounded):
+    mu, nu = line(0.0, 1.0), line(0.0, 1.0)
+    zero = sf.Coupling.from_dense(mu, nu, torch.zeros(2, 2, dtype=torch.float64))
+    with pytest.raises(WeightError, match="pair 1: expected plans of positive mass"):
+        distances([Monotone()(mu, nu)] * 2, [Monotone()(mu, nu), zero], rounded=rounded)
 
 
 def test_unequal_marginals_are_said():
@@ -514,6 +680,28 @@ def test_a_batch_is_written_one_by_one_and_a_float32_solution_survives(tmp_path,
     torch.testing.assert_close(torch.stack([rho.to_dense() for rho in loaded]), pi.to_dense())
 
 
+@pytest.mark.parametrize("ending", [".npz", ".jsonl"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_can_be_read_back(tmp_path, ending, dtype):
+    generator = torch.Generator().manual_seed(0)
+    mu, nu = (sf.Measure.uniform(torch.rand(n, 2, generator=generator).to(dtype)) for n in (37, 41))
+    pi = sf.Coupling.solve(mu, nu, epsilon=0.1)
+    assert abs(float(mu.weights.double().sum()) - 1) > 1e-5
+    save_couplings(tmp_path / f"a{ending}", pi)
+    (rho,) = load_couplings(tmp_path / f"a{ending}")
+    assert rho.dtype == torch.float32
+    assert torch.equal(rho.to_dense(), pi.to_dense().float())
+    assert torch.equal(rho.source.points, mu.points.float())
+    torch.testing.assert_close(rho.source.weights, torch.full((37,), 1 / 37))
+
+
+@pytest.mark.parametrize("name", ["X.NPZ", "X.Jsonl"])
+def test_the_ending_may_be_in_capitals(tmp_path, name):
+    save_couplings(tmp_path / name, ragged())
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+    assert len(load_couplings(tmp_path / name)) == 2
+
+
 def test_weights_default_to_the_sums(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"source": [[0], [1]], "target": [[0.5]], "plan": [[0.25], [0.75]]}\n')
     (pi,) = load_couplings(tmp_path / "a.jsonl")
@@ -546,6 +734,9 @@ GOOD = {"source": [[0.0], [1.0]], "target": [[0.5]], "plan": [[0.25], [0.75]]}
         ({"weights": [1.0]}, "key 'weights': expected the keys source, target, plan"),
         ({"dtype": "float16"}, "key 'dtype': expected one of float32, float64, received 'float16'"),
         ({"source": [[0.0], [10**400]]}, "key 'source': expected numbers"),
+        ({"source": [[0.0], [True]]}, "key 'source': expected numbers, received bool values among them"),
+        ({"source_weights": [1, False]}, "key 'source_weights': expected numbers, received bool values among them"),
+        ({"dtype": "float32", "source": [[0.0], [1e39]]}, "key 'source': expected finite numbers"),
     ],
 )
 def test_bad_lines_are_named(tmp_path, change, message):
@@ -566,6 +757,7 @@ def test_bad_lines_are_named(tmp_path, change, message):
         ('{"source": [[0]], "target": [[0]]}', "line 1, key 'plan': expected it, but it is missing"),
         ('{"source": [[1e999]], "target": [[0]], "plan": [[1]]}', "line 1, key 'source': expected finite numbers"),
         ("[" * 100_000, "line 1: expected a JSON object"),
+        ('{"source": [[' + "1" * 5000 + "]]}", "line 1: expected a JSON object, received something else"),
     ],
 )
 def test_lines_that_are_no_objects(tmp_path, text, message):
@@ -603,6 +795,70 @@ def test_bad_archives(tmp_path):
     (tmp_path / "b.npy").rename(path)
     with pytest.raises(FormatError, match=r"readable \.npz"):
         load_couplings(path)
+
+
+def test_damaged_archives(tmp_path):
+    np.savez(tmp_path / "good.npz", **GOOD)
+    good = (tmp_path / "good.npz").read_bytes()
+    with zipfile.ZipFile(tmp_path / "good.npz") as archive:
+        member = archive.read("plan.npy")
+    path = tmp_path / "a.npz"
+
+    def refused(message=r"readable \.npz"):
+        with pytest.raises(FormatError, match=message):
+            load_couplings(path)
+
+    def members(change):
+        with zipfile.ZipFile(path, "w") as archive:
+            for key in GOOD:
+                archive.writestr(f"{key}.npy", change)
+
+    # An unknown compression, an encrypted member, an array larger than any memory, an end that is missing.
+    at = good.index(b"PK\x01\x02")
+    for offset, byte in ((10, 97), (8, 1)):
+        path.write_bytes(good[: at + offset] + bytes([byte]) + good[at + offset + 1 :])
+        refused()
+    members(member.replace(b"(2, 1), }          ", b"(99999999999999, 1), }")[: len(member)])
+    refused()
+    members(member[:-3])
+    refused()
+    with zipfile.ZipFile(path, "w") as archive:
+        for key in GOOD:
+            archive.writestr(key, b"text")
+    refused("key 'source': expected an array, received another kind of file")
+
+
+@given(st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 255)), min_size=1, max_size=3), st.floats(0, 1))
+def test_noise_in_an_archive_is_a_clear_error_or_none(tmp_path_factory, changes, kept):
+    path = tmp_path_factory.getbasetemp() / "noise.npz"
+    np.savez(path, **GOOD)
+    raw = bytearray(path.read_bytes())
+    for place, byte in changes:
+        raw[place % len(raw)] = byte
+    path.write_bytes(raw if kept > 0.2 else raw[: int(5 * kept * len(raw))])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # numpy, about old headers
+        with contextlib.suppress(FormatError):
+            load_couplings(path)
+
+
+def test_no_path_and_no_couplings(tmp_path):
+    for action in (load_couplings, lambda path: save_couplings(path, ragged()), load_predictor):
+        with pytest.raises(DTypeError, match="received NoneType"):
+            action(None)
+    for couplings in (None, [None], "ab", line(0.0)):
+        with pytest.raises(DTypeError, match="expected"):
+            save_couplings(tmp_path / "a.npz", couplings)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_number_too_large_for_float32_is_no_warning(tmp_path):
+    path = tmp_path / "a.npz"
+    np.savez(path, source=[[1e39]], target=[[0.0]], plan=np.ones((1, 1), np.float32))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(FormatError, match="key 'source': expected finite numbers"):
+            load_couplings(path)
 
 
 def test_endings_and_nothing_to_write(tmp_path):

@@ -23,10 +23,10 @@ def w1(
     system: w.System = None,
     pairs: w.Pairs = None,
     sizes: w.Sizes = None,
-    seed: w.Seed = 0,
+    seed: w.Seed = None,
     sharpened: w.Sharpened = None,
     adversarial: w.Adversarial = False,
-    steps: w.Steps = 50,
+    steps: w.Steps = None,
     baselines: w.Baselines = False,
     baseline: w.Baseline = None,
     plot: w.Plot = None,
@@ -43,7 +43,9 @@ def w1(
     """
     others = {"pairs": pairs, "sizes": sizes, "seed": seed, "sharpened": sharpened, "adversarial": adversarial}
     others |= {"baselines": baselines, "baseline": baseline, "plot": plot, "worst": worst, "strict": strict}
+    others |= {"steps": steps}
     files, found = w.are_files(a, b, model, system, rounded=rounded, **others), None
+    asked = w.search(adversarial, steps)
     with session(quiet=quiet, debug=debug):
         if files:
             first, second = load_couplings(str(a)), load_couplings(str(b))
@@ -61,9 +63,9 @@ def w1(
                 sampler,
                 pairs=pairs or 1000,
                 sizes=w.ranges(sizes),
-                seed=seed,
+                seed=seed or 0,
                 tol=tol,
-                search=steps if adversarial else 0,
+                search=asked,
                 untrained=baselines,
                 trained=dict(trained),
                 name=title,

@@ -15,6 +15,7 @@ from sinkformer.models import SinkhornTransformer
 from sinkformer.plots import check_format
 
 _FILES, _MODEL = "Two files", "A model and a system"
+_STEPS = 50
 
 A = Annotated[Path | None, typer.Argument(metavar="[A", help="Couplings (.npz, .jsonl).", show_default=False)]
 B = Annotated[Path | None, typer.Argument(metavar="B]", help="As many of them.", show_default=False)]
@@ -46,7 +47,7 @@ Sizes = Annotated[
         rich_help_panel=_MODEL,
     ),
 ]
-Seed = Annotated[int, typer.Option(help="Of the random pairs.", rich_help_panel=_MODEL)]
+Seed = Annotated[int | None, typer.Option(help="Of the random pairs. Default: 0.", rich_help_panel=_MODEL)]
 Sharpened = Annotated[
     float | None, typer.Option(help="Multiply the logits of the model by this.", rich_help_panel=_MODEL)
 ]
@@ -54,7 +55,7 @@ Adversarial = Annotated[
     bool,
     typer.Option("--adversarial", help="Search for worse pairs, from the worst ones on.", rich_help_panel=_MODEL),
 ]
-Steps = Annotated[int, typer.Option(help="Steps of that search.", rich_help_panel=_MODEL)]
+Steps = Annotated[int | None, typer.Option(min=1, help="Steps of that search. Default: 50.", rich_help_panel=_MODEL)]
 Baselines = Annotated[
     bool,
     typer.Option("--baselines", help="Compare with the product and the best fixed cost.", rich_help_panel=_MODEL),
@@ -103,6 +104,17 @@ def load_predictors(model: Path | None, baselines: list[Path] | None) -> dict[st
     return {title: load_predictor(folder) for title, folder in zip(titles, folders, strict=True)}
 
 
+def search(adversarial: bool, steps: int | None) -> int:
+    """Steps of the search, 0 for none.
+
+    Raises:
+        BadParameter: a number of steps without a search.
+    """
+    if steps is not None and not adversarial:
+        raise usage("--steps belongs to --adversarial")
+    return 0 if not adversarial else _STEPS if steps is None else steps
+
+
 def check_outputs(plot: Path | None, worst: Path | None) -> None:
     """Raise unless both files, where given, can be written later."""
     check_writable(plot)
@@ -121,7 +133,7 @@ def are_files(a: Path | None, b: Path | None, model: Path | None, system: str | 
         b: second file.
         model: folder of a model.
         system: name of a system.
-        **others: those of one way alone, by the name of their option; false if not given.
+        **others: those of one way alone, by the name of their option; None, False or empty if not given.
 
     Raises:
         BadParameter: neither, both or half of one way, or an option of the other (exit code 2).
@@ -130,6 +142,7 @@ def are_files(a: Path | None, b: Path | None, model: Path | None, system: str | 
     if not ((all(files) and not any(models)) or (all(models) and not any(files))):
         raise usage("give either two files, A and B, or both --model and --system")
     for name, value in others.items():
-        if value and (name == "rounded") != all(files):
+        given = not (value is None or value is False or value == [])
+        if given and (name == "rounded") != all(files):
             raise usage(f"--{name} belongs to {'two files' if name == 'rounded' else 'a model and a system'}")
     return all(files)

@@ -1,7 +1,7 @@
 """How far a predictor is from a coupling system.
 
     system, sampler = named("eot")
-    model = SinkhornTransformer.from_pretrained("runs/eot-0/step-00000700")
+    model = SinkhornTransformer.from_pretrained("runs/eot/step-000000700")
     evaluation = evaluate(model, system, sampler, pairs=1000)
     print(evaluation)                                  # mean, 95 % quantile, supremum, by number of atoms
     attack = adversarial(model, system, *evaluation.starts())

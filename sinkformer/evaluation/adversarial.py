@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sinkformer._typing import PerProblem
 from sinkformer.couplings import Coupling
-from sinkformer.errors import ConfigError, ConvergenceError, GradientWarning
+from sinkformer.errors import ConfigError, ConvergenceError, DTypeError, GradientWarning
 from sinkformer.evaluation.comparing import Compared, Predictor, Progress, compare, name_of, prepared, width
 from sinkformer.evaluation.sampled import LOWER_BOUND, Pair, check_whole
 from sinkformer.measures import Measure
@@ -118,7 +118,7 @@ def adversarial(
     Args:
         predictor: see ``evaluate``.
         system: the exact targets.
-        mu: sources of the pairs to start from, ``(B, n)``, float64; such as ``evaluation.starts()[0]``.
+        mu: sources of the pairs to start from, ``(B, n)``, float64, within the domain; such as ``evaluation.starts()[0]``.
         nu: their targets, ``(B, m)``.
         steps: how many, >= 0.
         rate: step of the points in units of ``half_width``, > 0.
@@ -129,15 +129,15 @@ def adversarial(
         progress: called after every step with the number of steps that are done, and of all.
 
     Raises:
-        ConfigError: an argument outside its range, or not one batch axis.
+        ConfigError: an argument outside its range, not one batch axis, or a point outside the domain.
+        DTypeError: no system, or no measures of float64.
         ConvergenceError: the system's own solver failed at the start. Later this ends the search.
     """
     check_whole(0, steps=steps, seed=seed)
     for key, value in (("rate", rate), ("half_width", half_width)):
         if not 0 < value < math.inf:
             raise ConfigError(f"expected {key} positive and finite, received {value}")
-    if len(mu.batch_shape) != 1 or not len(mu):
-        raise ConfigError(f"expected a batch (B,) of pairs to start from, received batch shape {tuple(mu.batch_shape)}")
+    _check_starts(system, mu, nu, half_width)
     ready, best = prepared(predictor), _Best()
     climber: _Ascent | _Walk | None = None
     cloud, done, stopped = _Cloud(mu.detach(), nu.detach(), half_width), 0, None
@@ -167,6 +167,30 @@ def adversarial(
     title = name_of(predictor) if name is None else name
     found = (best.start, best.upper, best.lower, best.converged, best.worst)
     return Attack(title, system.name, climber.method, done, *found, stopped)
+
+
+def _check_starts(system: Any, mu: Any, nu: Any, half_width: float) -> None:
+    """Raise unless these are a system and pairs within its domain."""
+    if not isinstance(system, System):
+        raise DTypeError(f"expected a System, received {type(system).__name__}")
+    for name, side in (("mu", mu), ("nu", nu)):
+        if not isinstance(side, Measure) or side.dtype != torch.float64:
+            kind = f"a Measure of {side.dtype}" if isinstance(side, Measure) else type(side).__name__
+            raise DTypeError(
+                f"expected {name} as a Measure of torch.float64, such as evaluation.starts(), received {kind}"
+            )
+    shapes = tuple(mu.batch_shape), tuple(nu.batch_shape)
+    if len(shapes[0]) != 1 or not len(mu) or shapes[0] != shapes[1]:
+        raise ConfigError(
+            f"expected a batch (B,) of pairs to start from, received batch shapes {shapes[0]} and {shapes[1]}"
+        )
+    for name, side in (("mu", mu), ("nu", nu)):
+        far = float(side.points.detach().abs()[side.weights > 0].max())
+        if far > half_width:
+            raise ConfigError(
+                f"expected points of {name} within half_width = {half_width:.6g} of zero, received a coordinate of size "
+                f"{far:.6g}; give a larger half_width, or move the points"
+            )
 
 
 class _Cloud:

@@ -7,8 +7,9 @@ marginal is wrong, so compare it raw (``evaluate(..., rounded=False)``) and roun
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,9 @@ from sinkformer._typing import CostMatrix, Potential, Weights
 from sinkformer.costs import Cost, Euclidean, NegativeDot, SqEuclidean
 from sinkformer.couplings import Coupling, EntropicCoupling
 from sinkformer.encoders import GatedMLP, MeasureAttention
-from sinkformer.errors import ConfigError, ModelError
+from sinkformer.errors import ConfigError, DTypeError, ModelError
 from sinkformer.evaluation.comparing import compare
-from sinkformer.evaluation.sampled import check_whole, draw
+from sinkformer.evaluation.sampled import check_law, check_whole, draw
 from sinkformer.measures import Measure, check_compatible
 from sinkformer.models import SinkhornTransformer, SinkhornTransformerConfig
 from sinkformer.solutions import OnFailure
@@ -76,7 +77,7 @@ def best_fixed_cost(
     *,
     pairs: int = 40,
     seed: int = 0,
-    epsilons: Sequence[float] = _EPSILONS,
+    epsilons: Iterable[float] = _EPSILONS,
 ) -> FixedCost:
     """The fixed cost of the least mean W1, chosen on pairs that no evaluation draws.
 
@@ -91,12 +92,15 @@ def best_fixed_cost(
         epsilons: to try with every cost.
 
     Raises:
+        DTypeError: no system or no sampler.
         ConfigError: a system between spaces of two dimensions, where no such cost is defined; an argument outside its range.
     """
+    check_law(system, sampler)
     if system.dims[0] != system.dims[1]:
         raise ConfigError(f"expected a system of equal dims for a fixed cost, received {tuple(system.dims)}")
-    if not len(epsilons) or not all(0 < epsilon < math.inf for epsilon in epsilons):
-        raise ConfigError(f"expected positive, finite epsilons, at least one, received {epsilons!r}")
+    tried = tuple(epsilons) if isinstance(epsilons, Iterable) else ()
+    if not tried or not all(map(_is_epsilon, tried)):
+        raise ConfigError(f"expected a sequence of positive, finite epsilons, at least one, received {epsilons!r}")
     check_whole(1, pairs=pairs)
     check_whole(0, seed=seed)
     mu, nu = draw(sampler, sampler.sizes, pairs, seed, _CHOICE)
@@ -108,7 +112,7 @@ def best_fixed_cost(
         return float(compared.distance.upper.mean())
 
     costs = ((SqEuclidean(), False), (Euclidean(), False), (SqEuclidean(), True))
-    candidates = [FixedCost(cost, epsilon, reflected) for cost, reflected in costs for epsilon in epsilons]
+    candidates = [FixedCost(cost, epsilon, reflected) for cost, reflected in costs for epsilon in tried]
     errors = {candidate: error(candidate) for candidate in candidates}
     for power in _REFINEMENTS:
         least = min(errors.values())
@@ -119,6 +123,10 @@ def best_fixed_cost(
                 near = [replace(best, epsilon=best.epsilon * 10**sign) for sign in (-power, power)]
                 errors |= {candidate: error(candidate) for candidate in near}
     return min(errors, key=errors.__getitem__)
+
+
+def _is_epsilon(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool) and 0 < float(value) < math.inf
 
 
 class CrossSoftmax(SinkhornTransformer):
@@ -191,9 +199,12 @@ def load_predictor(folder: str | Path) -> SinkhornTransformer:
     """A ``SinkhornTransformer`` or a ``CrossSoftmax``, whichever was saved in a folder.
 
     Raises:
+        DTypeError: no path.
         ModelError: nothing there, or a damaged file.
         ConfigError: a configuration that this release cannot read.
     """
+    if not isinstance(folder, (str, Path)):
+        raise DTypeError(f"expected the folder of a model, received {type(folder).__name__}")
     path = Path(folder) / _WEIGHTS_FILE
     crossed = False
     if path.is_file():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias
@@ -25,6 +25,8 @@ Progress: TypeAlias = Callable[[int, int], None]
 
 # The coupling of a model is meant as the theorem means it: the solution, not what a few sweeps leave.
 _TOLERANCE, _MOST_ITERATIONS = 1e-9, 20_000
+# Points of a prediction may be off by this many units of rounding.
+_ROUNDINGS = 8
 # Atoms up to which W1 is exact unless a tolerance is given, and the relative width of the bracket above.
 _MOST_EXACT, _WIDTH = 64, 0.01
 
@@ -53,11 +55,8 @@ def prepared(predictor: Predictor) -> Predictor:
 
     The solver of a ``SinkhornTransformer`` then goes on to a marginal error of 1e-9.
     """
+    check_predictor(predictor)
     if not isinstance(predictor, nn.Module):
-        if not callable(predictor):
-            raise DTypeError(
-                f"expected a model or a function (mu, nu) -> Coupling, received {type(predictor).__name__}"
-            )
         return predictor
     module = copy.deepcopy(predictor).to("cpu", torch.float64).eval().requires_grad_(False)
     if not isinstance(module, SinkhornTransformer):
@@ -68,12 +67,35 @@ def prepared(predictor: Predictor) -> Predictor:
     return partial(module, on_failure="ignore")
 
 
+def check_predictor(predictor: Any) -> None:
+    """Raise DTypeError unless it can be called."""
+    if not callable(predictor):
+        raise DTypeError(f"expected a model or a function (mu, nu) -> Coupling, received {type(predictor).__name__}")
+
+
 def name_of(predictor: Any) -> str:
     """What a predictor calls itself, or the name of its type."""
     if isinstance(predictor, SinkhornTransformer):
         return f"{type(predictor).__name__}, {predictor.config.head}"
     name = getattr(predictor, "name", None) or getattr(predictor, "__name__", None)
     return name if isinstance(name, str) else type(predictor).__name__
+
+
+def singles(couplings: Coupling | Iterable[Coupling]) -> list[Coupling]:
+    """Single couplings, of a coupling or a batch of them, or of several of these.
+
+    Raises:
+        DTypeError: anything else.
+    """
+    given = [couplings] if isinstance(couplings, Coupling) else couplings
+    if isinstance(given, (str, Measure)) or not isinstance(given, Iterable):
+        raise DTypeError(f"expected a coupling or several, received {type(given).__name__}")
+    found: list[Coupling] = []
+    for pi in given:
+        if not isinstance(pi, Coupling):
+            raise DTypeError(f"expected couplings, received one {type(pi).__name__}; build it with Coupling.from_dense")
+        found += [single for single in pi._flat()] if pi.batch_shape else [pi]
+    return found
 
 
 def width(tol: float | None, atoms: int) -> float | None:
@@ -96,10 +118,11 @@ def compare(
         tol: see ``w1``.
 
     Raises:
-        DTypeError, ShapeError, WeightError: no coupling of the two measures.
+        DTypeError, ShapeError, WeightError: no coupling of the two measures: another shape, other weights or points, another
+            total mass; if it is not to be rounded, mass on atoms of weight zero.
         NonFiniteError: a NaN in a prediction.
     """
-    plan = _checked(prediction, mu, nu)
+    plan = _checked(prediction, mu, nu, rounded)
     column_error = (plan.sum(-2) - nu.weights).abs().sum(-1)
     if not rounded:
         plan = plan / plan.sum((-1, -2), keepdim=True)
@@ -110,8 +133,8 @@ def compare(
     return Compared(w1(left, right, tol=tol, rounded=False), left, right, column_error, converged)
 
 
-def _checked(prediction: Coupling, mu: Measure, nu: Measure) -> PlanMatrix:
-    """The plan in float64, of total mass one."""
+def _checked(prediction: Coupling, mu: Measure, nu: Measure, rounded: bool) -> PlanMatrix:
+    """The plan in float64, of total mass one; unless it is to be rounded, without mass where a measure has none."""
     if not isinstance(prediction, Coupling):
         raise DTypeError(f"expected a predictor that returns a Coupling, received {type(prediction).__name__}")
     wanted = (*mu.batch_shape, mu.n, nu.n)
@@ -121,6 +144,11 @@ def _checked(prediction: Coupling, mu: Measure, nu: Measure) -> PlanMatrix:
     for name, own, given in (("source", prediction.source, mu), ("target", prediction.target, nu)):
         if not bool(((own.weights - given.weights).abs() <= tolerance).all()):
             raise WeightError(f"expected a coupling of the measures that were given, received another {name}")
+        if not _same_points(own, given):
+            raise WeightError(
+                f"expected a coupling of the measures that were given, received other points of the {name}; keep points and "
+                f"their order, as in Coupling.from_dense(mu, nu, plan)"
+            )
     plan = prediction.detach().to_dense().double()
     bad = ~torch.isfinite(plan).flatten(1).all(-1)
     if bool(bad.any()):
@@ -133,4 +161,20 @@ def _checked(prediction: Coupling, mu: Measure, nu: Measure) -> PlanMatrix:
             f"expected couplings of total mass 1, received a mass that is off by {off.max().item():.3g}; divide by the mass, "
             f"or return pi.rounded()"
         )
+    live = (mu.weights > 0).unsqueeze(-1) & (nu.weights > 0).unsqueeze(-2)
+    stray = plan.masked_fill(live, 0.0).sum((-1, -2)).max()
+    if not rounded and bool(stray > tolerance):
+        raise WeightError(
+            f"expected no mass on atoms of weight zero, received {stray.item():.3g}; leave them out, or compare rounded"
+        )
     return plan
+
+
+def _same_points(own: Measure, given: Measure) -> bool:
+    """Whether atoms of positive weight have the same places, up to the rounding of the dtype of ``own``."""
+    if own.points.shape != given.points.shape:
+        return False
+    live = (given.weights > 0).unsqueeze(-1)
+    size = given.points.detach().abs().masked_fill(~live, 0.0).amax((-1, -2), keepdim=True)
+    apart = (own.points.detach() - given.points.detach()).abs().masked_fill(~live, 0.0)
+    return bool((apart <= _ROUNDINGS * torch.finfo(own.dtype).eps * size).all())

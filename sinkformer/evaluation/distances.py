@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
 from sinkformer.couplings import Coupling
-from sinkformer.errors import ShapeError
-from sinkformer.evaluation.comparing import Progress
+from sinkformer.errors import ShapeError, WeightError
+from sinkformer.evaluation.comparing import Progress, singles
 from sinkformer.evaluation.sampled import Summary
 from sinkformer.measures import Measure
 from sinkformer.metrics import w1
@@ -114,8 +114,8 @@ class Distances:
 
 
 def distances(
-    first: Sequence[Coupling],
-    second: Sequence[Coupling],
+    first: Coupling | Iterable[Coupling],
+    second: Coupling | Iterable[Coupling],
     *,
     rounded: bool = False,
     tol: float | None = None,
@@ -124,7 +124,7 @@ def distances(
     """W1 between coupling k of one sequence and coupling k of another.
 
     Args:
-        first: single couplings.
+        first: a coupling or a batch of them, or several of these.
         second: as many; their atoms may be others.
         rounded: round every plan to the weights it came with. Otherwise they are compared as they are.
         tol: see ``w1``.
@@ -132,14 +132,18 @@ def distances(
 
     Raises:
         ShapeError: sequences of two lengths, empty ones, or points of two dimensions.
-        WeightError: two plans of different total mass.
+        WeightError: two plans of different total mass, or a plan of none.
+        DTypeError: no couplings.
     """
+    first, second = singles(first), singles(second)
     if len(first) != len(second) or not len(first):
         raise ShapeError(
             f"expected as many couplings on both sides, at least one, received {len(first)} and {len(second)}"
         )
     found = []
     for k, pair in enumerate(zip(first, second, strict=True)):
+        if not all(float(pi.mass) > 0 for pi in pair):
+            raise WeightError(f"pair {k}: expected plans of positive mass, received one that is zero")
         error = max(float(pi.marginal_error()) for pi in pair)
         pi, rho = (p.rounded() for p in pair) if rounded else pair
         try:

@@ -20,6 +20,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from struct import error as StructError
 from typing import Any, NoReturn
 from zipfile import BadZipFile
 from zlib import error as ZlibError
@@ -28,10 +29,30 @@ import numpy as np
 import torch
 
 from sinkformer.couplings import Coupling, DenseCoupling
-from sinkformer.errors import ConfigError, FormatError, ShapeError, SinkformerError
+from sinkformer.errors import ConfigError, DTypeError, FormatError, ShapeError, SinkformerError
+from sinkformer.evaluation.comparing import singles
 from sinkformer.measures import Measure
 
 _NEEDED, _OPTIONAL = ("source", "target", "plan"), ("source_weights", "target_weights")
+# Kinds of numpy's dtypes.
+_NUMBERS = "fiu"
+# What zipfile, zlib and numpy raise where an archive is damaged.
+_DAMAGES = (
+    ValueError,
+    BadZipFile,
+    ZlibError,
+    EOFError,
+    AttributeError,
+    LookupError,
+    TypeError,
+    ArithmeticError,
+    SyntaxError,
+    StructError,
+    NotImplementedError,
+    MemoryError,
+    RuntimeError,
+    OSError,
+)
 _DTYPES = {"float32": np.float32, "float64": np.float64}
 
 
@@ -40,20 +61,22 @@ def save_couplings(path: str | Path, couplings: Coupling | Iterable[Coupling]) -
 
     Args:
         path: ends in ``.npz`` or ``.jsonl``.
-        couplings: a coupling or a batch of them, or several of these. Half precision is written as float32.
+        couplings: a coupling or a batch of them, or several of these. Half precision is written as float32, its weights
+            divided by their sum.
 
     Raises:
         ConfigError: another ending.
+        DTypeError: no path, or no couplings.
         ShapeError: no coupling; in ``.npz`` also points of several dimensions, or two dtypes.
     """
     ending = check_ending(path)
-    given = [couplings] if isinstance(couplings, Coupling) else list(couplings)
-    singles = [single for coupling in given for single in (coupling._flat() if coupling.batch_shape else [coupling])]
-    records = [_record(single.detach()) for single in singles]
+    records = [_record(single.detach()) for single in singles(couplings)]
     if not records:
         raise ShapeError("expected at least one coupling to write, received none")
     if ending == ".npz":
-        np.savez(path, **_stacked(records))  # pyright: ignore[reportArgumentType]
+        # Opened here: numpy would add its own ending to another spelling of it.
+        with Path(path).open("wb") as archive:
+            np.savez(archive, **_stacked(records))  # pyright: ignore[reportArgumentType]
         return
     with Path(path).open("w", encoding="utf-8", newline="\n") as file:
         for record in records:
@@ -73,6 +96,7 @@ def load_couplings(path: str | Path) -> list[DenseCoupling]:
 
     Raises:
         ConfigError: another ending.
+        DTypeError: no path.
         FormatError: a file that does not follow the format; names the line or the coupling, and the key.
         OSError: a file that cannot be read.
     """
@@ -84,7 +108,9 @@ def load_couplings(path: str | Path) -> list[DenseCoupling]:
 
 
 def check_ending(path: str | Path) -> str:
-    """The ending of a file of couplings; raises ConfigError if it is another one."""
+    """The ending of a file of couplings; raises ConfigError if it is another one, DTypeError if this is no path."""
+    if not isinstance(path, (str, Path)):
+        raise DTypeError(f"expected the path of a file of couplings, received {type(path).__name__}")
     ending = Path(path).suffix.lower()
     if ending not in (".npz", ".jsonl"):
         raise ConfigError(f"expected a file of couplings ending in .npz or .jsonl, received {str(path)!r}")
@@ -103,7 +129,13 @@ def _record(pi: Coupling) -> dict[str, np.ndarray]:
         "source_weights": pi.source.weights,
         "target_weights": pi.target.weights,
     }
-    return {key: value.to("cpu", dtype).numpy() for key, value in values.items()}
+    record = {key: value.to("cpu", dtype).numpy() for key, value in values.items()}
+    if pi.dtype not in (torch.float32, torch.float64):
+        for key in _OPTIONAL:
+            # Summed in float64: what sums to one in half precision may not in float32.
+            wide = record[key].astype(np.float64)
+            record[key] = (wide / wide.sum()).astype(np.float32)
+    return record
 
 
 def _stacked(records: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
@@ -153,7 +185,9 @@ def _object(raw: bytes, where: str) -> dict[str, Any]:
 
     try:
         value = json.loads(raw.decode("utf-8-sig"), parse_constant=constant, object_pairs_hook=unique)
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+    except FormatError:
+        raise
+    except (ValueError, RecursionError) as error:  # no JSON, no UTF-8, or more digits than Python reads
         raise FormatError(f"{where}: expected a JSON object, received something else: {error}") from None
     if not isinstance(value, dict):
         raise FormatError(f"{where}: expected a JSON object, received a JSON {type(value).__name__}")
@@ -162,24 +196,29 @@ def _object(raw: bytes, where: str) -> dict[str, Any]:
 
 def _array(value: Any, where: str) -> np.ndarray:
     try:
-        array = np.array(value)
+        array, parts = np.array(value), np.array(value, dtype=object)
     except ValueError:
         raise FormatError(f"{where}: expected rows of one length, received lists of several lengths") from None
-    if array.dtype.kind not in "fi" and array.size:
+    if array.dtype.kind not in _NUMBERS and array.size:
         raise FormatError(f"{where}: expected numbers, received {array.dtype.name} values")
+    if any(isinstance(part, bool) for part in parts.flat):
+        raise FormatError(f"{where}: expected numbers, received bool values among them")
     return array
 
 
 def _read_npz(path: Path) -> Iterator[DenseCoupling]:
-    try:
-        with path.open("rb") as file:
+    with path.open("rb") as file:
+        try:
             archive = np.load(file, allow_pickle=False)
             arrays = {key: archive[key] for key in archive.files}
-    except (ValueError, BadZipFile, ZlibError, EOFError, AttributeError, KeyError) as error:
-        raise FormatError(f"{path}: expected a readable .npz file of plain numbers: {error}") from None
+        except _DAMAGES as error:
+            raise FormatError(f"{path}: expected a readable .npz file of plain numbers: {error}") from None
     _check_keys(arrays, str(path))
     for key, array in arrays.items():
-        if array.dtype.kind not in "fi":
+        # A member that is no .npy file comes as bytes.
+        if not isinstance(array, np.ndarray):
+            raise FormatError(f"{path}, key {key!r}: expected an array, received another kind of file")
+        if array.dtype.kind not in _NUMBERS:
             raise FormatError(f"{path}, key {key!r}: expected numbers, received dtype {array.dtype}")
     dtype = "float32" if arrays["plan"].dtype in (np.float32, np.float16) else "float64"
     if arrays["plan"].ndim != 3:
@@ -216,7 +255,8 @@ def _coupling(values: dict[str, np.ndarray], dtype: str, where: str) -> DenseCou
                 f"{where}, key {key!r}: expected shape {shape} for {n} source and {m} target points, "
                 f"received {values[key].shape}"
             )
-    cast = {key: torch.from_numpy(value.astype(_DTYPES[dtype])) for key, value in values.items()}
+    with np.errstate(over="ignore"):  # an infinity is an error below
+        cast = {key: torch.from_numpy(value.astype(_DTYPES[dtype])) for key, value in values.items()}
     plan = cast["plan"]
     for key, value in cast.items():
         if not bool(torch.isfinite(value).all()):

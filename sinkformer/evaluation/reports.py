@@ -11,8 +11,17 @@ from typing import Any
 from sinkformer.errors import ConfigError, ShapeError
 from sinkformer.evaluation.adversarial import Attack, adversarial
 from sinkformer.evaluation.baselines import best_fixed_cost
-from sinkformer.evaluation.comparing import Predictor, Progress, name_of
-from sinkformer.evaluation.sampled import LOWER_BOUND, Evaluation, Pair, Summary, counts_of, evaluate
+from sinkformer.evaluation.comparing import Predictor, Progress, check_predictor, name_of
+from sinkformer.evaluation.sampled import (
+    LOWER_BOUND,
+    Evaluation,
+    Pair,
+    Summary,
+    check_law,
+    check_whole,
+    counts_of,
+    evaluate,
+)
 from sinkformer.models import SinkhornTransformer
 from sinkformer.systems import PairSampler, Product, System
 
@@ -128,20 +137,28 @@ def report(
         trained: other predictors to compare with, by name, such as trained softmax heads.
         name: of the predictor.
         progress: called with the numbers of pairs and steps that are done and that there are.
+
+    Raises:
+        ConfigError: a trained baseline of the name of another row, or an argument outside its range.
+        DTypeError: a baseline that is no predictor.
     """
-    names = {name_of(predictor) if name is None else name: predictor, **(trained or {})}
+    check_law(system, sampler)
+    each = sum(counts_of(pairs, sizes))
+    check_whole(0, search=search, seed=seed)
+    entries = _given(predictor, trained, name)
     skipped = []
     if untrained:
-        names["product"] = Product(system.dims)
+        baselines: list[tuple[str, Predictor]] = [("product", Product(system.dims))]
         try:
             cost = best_fixed_cost(system, sampler, seed=seed)
-            names[cost.name] = cost
+            baselines.append((cost.name, cost))
         except ConfigError as error:
             skipped.append(f"fixed cost: {error}")
-        if not any(_is_softmax(other) for other in names.values()):
+        taken = {title for title, _ in entries}
+        entries += [(f"{title} (baseline)" if title in taken else title, other) for title, other in baselines]
+        if not any(_is_softmax(other) for _, other in entries):
             skipped.append("softmax head, softmax with cross attention: they have to be trained first")
-    runs = [(title, other, kept) for title, other in names.items() for kept in _roundings(other)]
-    each = sum(counts_of(pairs, sizes))
+    runs = [(title, other, kept) for title, other in entries for kept in _roundings(other)]
     total, evaluations, attack = len(runs) * each + search, [], None
 
     def part(before: int) -> Progress | None:
@@ -152,20 +169,42 @@ def report(
         return lambda done, _: tell(before + done, total)
 
     for k, (title, other, kept) in enumerate(runs):
-        label = f"{title}, {'rounded' if kept else 'raw'}" if _is_softmax(other) else title
-        options: dict[str, Any] = {"pairs": pairs, "sizes": sizes, "rounded": kept, "name": label}
+        options: dict[str, Any] = {"pairs": pairs, "sizes": sizes, "rounded": kept, "name": _label(title, other, kept)}
         options |= {"seed": seed, "tol": tol, "progress": part(k * each)}
         evaluations.append(evaluate(other, system, sampler, **options))
     if search:
+        options = {"steps": search, "half_width": sampler.half_width, "name": runs[0][0]}
+        options |= {"seed": seed, "tol": tol, "progress": part(len(runs) * each)}
         try:
-            start = evaluations[0].starts()
-        except ShapeError as error:
+            attack = adversarial(predictor, system, *evaluations[0].starts(), **options)
+        except (ShapeError, ConfigError) as error:
             skipped.append(f"adversarial: {error}")
-        else:
-            options = {"steps": search, "half_width": sampler.half_width, "name": runs[0][0]}
-            options |= {"seed": seed, "tol": tol, "progress": part(len(runs) * each)}
-            attack = adversarial(predictor, system, *start, **options)
     return Report(tuple(evaluations), attack, tuple(skipped))
+
+
+def _given(
+    predictor: Predictor, trained: Mapping[str, Predictor] | None, name: str | None
+) -> list[tuple[str, Predictor]]:
+    """The predictor in question and those beside it, with names that make different rows."""
+    if not isinstance(trained, Mapping | None):
+        raise ConfigError(f"expected trained as a mapping from names to predictors, received {type(trained).__name__}")
+    entries = [(name_of(predictor) if name is None else name, predictor), *(trained or {}).items()]
+    for title, other in entries:
+        check_predictor(other)
+        if not isinstance(title, str) or not title:
+            raise ConfigError(f"expected every predictor to have a name, received {title!r}")
+    labels = [_label(title, other, kept) for title, other in entries for kept in _roundings(other)]
+    twice = [label for k, label in enumerate(labels) if label in labels[:k]]
+    if twice:
+        raise ConfigError(
+            f"expected every predictor to have a name of its own, received {twice[0]!r} twice; rename one"
+        )
+    return entries
+
+
+def _label(title: str, predictor: Predictor, kept: bool) -> str:
+    """The name of a row."""
+    return f"{title}, {'rounded' if kept else 'raw'}" if _is_softmax(predictor) else title
 
 
 def _row(name: str, s: Summary) -> tuple[str, ...]:

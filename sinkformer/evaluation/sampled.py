@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sinkformer._typing import PerProblem
 from sinkformer.couplings import Coupling
-from sinkformer.errors import ConfigError, ShapeError
+from sinkformer.errors import ConfigError, DTypeError, ShapeError
 from sinkformer.evaluation.comparing import Compared, Predictor, Progress, compare, name_of, prepared, width
 from sinkformer.measures import Measure
 from sinkformer.systems import PairSampler, System
@@ -280,10 +280,13 @@ def evaluate(
 
     Raises:
         ConfigError: an argument outside its range.
-        DTypeError, ShapeError, WeightError: a predictor that does not return couplings of the measures.
+        DTypeError: no system or no sampler.
+        DTypeError, ShapeError, WeightError: a predictor that does not return couplings of the measures: other weights or
+            points; with ``rounded=False`` also mass on atoms of weight zero.
         NonFiniteError: a NaN in a prediction.
         ConvergenceError: the system's own solver failed.
     """
+    check_law(system, sampler)
     counts = counts_of(pairs, sizes)
     check_whole(1, keep=keep, batch=batch)
     check_whole(0, seed=seed)
@@ -325,6 +328,16 @@ def draw(
     return law.pairs(count, generator=torch.Generator().manual_seed(int(number)))
 
 
+def check_law(system: Any, sampler: Any) -> None:
+    """Raise DTypeError unless these are a system and a sampler, in this order."""
+    for value, kind in ((system, System), (sampler, PairSampler)):
+        if not isinstance(value, kind):
+            raise DTypeError(
+                f"expected a {kind.__name__}, received {type(value).__name__}; the order is system, sampler, as in "
+                f"system, sampler = named('eot')"
+            )
+
+
 def check_whole(least: int, **values: Any) -> None:
     """Raise ConfigError unless all values are whole numbers from ``least`` on; the keyword is the name in the message."""
     for name, value in values.items():
@@ -334,8 +347,14 @@ def check_whole(least: int, **values: Any) -> None:
 
 def counts_of(pairs: int | Sequence[int], sizes: Sequence[tuple[int, int]]) -> list[int]:
     """Pairs of every range of sizes."""
+    if not isinstance(sizes, Sequence) or not all(isinstance(ends, Sequence) and len(ends) == 2 for ends in sizes):
+        raise ConfigError(f"expected sizes as ranges (low, high), such as ((2, 16),), received {sizes!r}")
     if not len(sizes):
         raise ConfigError("expected at least one range of sizes, received none")
+    for ends in sizes:
+        PairSampler(sizes=(ends[0], ends[1]))
+    if not isinstance(pairs, (int, Sequence)):
+        raise ConfigError(f"expected pairs as whole numbers >= 1, received {pairs!r}")
     counts = [pairs] if isinstance(pairs, int) else list(pairs)
     counts = counts * len(sizes) if len(counts) == 1 else counts
     if len(counts) != len(sizes):

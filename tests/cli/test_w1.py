@@ -1,4 +1,5 @@
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -153,6 +154,30 @@ def test_everything_at_once(run, models, tmp_path, monkeypatch):
     assert float(again.upper) == pytest.approx(record["adversarial"]["sup"], abs=1e-9)
 
 
+def test_a_model_called_as_a_baseline_keeps_its_row(run, models, tmp_path, monkeypatch):
+    from sinkformer.evaluation import FixedCost, reports
+
+    monkeypatch.setattr(reports, "best_fixed_cost", lambda *law, seed: FixedCost(sf.SqEuclidean(), 0.5))
+    folder = tmp_path / "product"
+    shutil.copytree(models / "own", folder)
+    done = run(
+        "w1", "--model", folder, "--system", "product", "--sizes", "2:4", "--pairs", "5", "--baselines", "--json"
+    )
+    rows = {e["predictor"]: e["all"]["sup"] for e in json.loads(done.stdout)["evaluations"]}
+    alone = json.loads(run(*small(models, "--json")).stdout)["evaluations"][0]["all"]["sup"]
+    assert rows["product"] == pytest.approx(alone)
+    assert rows["product (baseline)"] < 1e-11 < alone
+
+
+def test_a_plan_without_mass(run, tmp_path):
+    line = {"source": [[0.0]], "target": [[0.5]], "plan": [[0.0]], "source_weights": [1.0], "target_weights": [1.0]}
+    (tmp_path / "a.jsonl").write_text(json.dumps(line))
+    for more in ([], ["--rounded"]):
+        done = run("w1", tmp_path / "a.jsonl", tmp_path / "a.jsonl", *more)
+        assert (done.exit_code, done.stdout) == (1, "")
+        assert done.stderr == "error: pair 0: expected plans of positive mass, received one that is zero\n"
+
+
 def test_several_ranges_of_sizes(run, models):
     done = run(*small(models, "--sizes", "7", "--pairs", "2", "--json"))
     assert [s["label"] for s in json.loads(done.stdout)["evaluations"][0]["by_range"]] == ["2-4", "7"]
@@ -207,6 +232,11 @@ def test_a_table_in_a_terminal(monkeypatch, capsys):
         (["--model", "m"], "give either two files"),
         (["a.npz", "b.npz", "--system", "eot"], "give either two files"),
         (["a.npz", "b.npz", "--pairs", "3"], "--pairs belongs to a model and a system"),
+        (["a.npz", "b.npz", "--steps", "3"], "--steps belongs to a model and a system"),
+        (["a.npz", "b.npz", "--sharpened", "0"], "--sharpened belongs to a model and a system"),
+        (["a.npz", "b.npz", "--seed", "0"], "--seed belongs to a model and a system"),
+        (["--model", "m", "--system", "eot", "--steps", "7"], "--steps belongs to --adversarial"),
+        (["--model", "m", "--system", "eot", "--adversarial", "--steps", "0"], "Invalid value for '--steps'"),
         (["a.npz", "b.npz", "--strict"], "--strict belongs to a model and a system"),
         (["--model", "m", "--system", "eot", "--rounded"], "--rounded belongs to two files"),
     ],
