@@ -26,6 +26,8 @@ _SWEEPS, _MOST_SWEEPS, _ENOUGH = 10, 100, 0.005
 # Entropies in the mean distance travelled, at the end; and at least where a loose bracket is asked for.
 _ENTROPIES, _FEWER = 200, 60
 _TINY = 1e-300
+# Kernel entries below this are too near the denormal numbers to carry mass: their products with a distance lose digits.
+_LEAST_KERNEL = 1e-290
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ class Stage:
     def rounded(self) -> tuple[float, np.ndarray]:
         """Cost of the plan moved to its marginals, and the distribution between the two legs, ``(n', m)``."""
         problem, dx, dy = self.problem, self.problem.ground.dx, self.problem.ground.dy
-        kx, ky = np.exp(-dx / self.eta), np.exp(-dy / self.eta)
+        kx, ky = (np.where(k < _LEAST_KERNEL, 0.0, k) for k in (np.exp(-dx / self.eta), np.exp(-dy / self.eta)))
         u = self.u * _at_most_one(problem.supply, self.u * (kx @ self.v @ ky.T))
         v = self.v * _at_most_one(problem.demand, self.v * (kx.T @ u @ ky))
         middle = v @ ky.T

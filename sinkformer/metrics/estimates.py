@@ -32,6 +32,8 @@ def sinkhorn_divergence(
 
     points = np.concatenate([first[0], second[0]])
     diameter = float(np.linalg.norm(np.ptp(points, axis=0)))
+    if diameter == 0:
+        return 0.0
     loss = SamplesLoss("sinkhorn", p=1, blur=_BLUR * diameter, scaling=0.9, cost=cost, backend="tensorized")
     (x, a), (y, b) = ([torch.from_numpy(part)[None] for part in cloud] for cloud in (first, second))
     return max(0.0, float(loss(a, x, b, y)))

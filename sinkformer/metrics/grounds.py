@@ -7,8 +7,10 @@ legs, (x, y) to (x', y) and on to (x', y'). No object of the size of all pairs o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TypeAlias
 
 import numpy as np
@@ -44,21 +46,41 @@ class Axis:
     Attributes:
         first: place of every atom of the first cloud, ``(n,)``; -1 where it has no mass.
         second: the same for the second cloud, ``(n',)``.
-        distances: between the N places, ``(N, N)``, float64, symmetric, zero on the diagonal.
+        matrix: distances between the N places, ``(N, N)``, float64, symmetric, zero on the diagonal; None on a line.
         defect: largest violation of the triangle inequality, at the size of rounding.
         line: coordinates ``(N,)`` if the places lie on a line and the metric is the usual one, else None.
     """
 
     first: np.ndarray
     second: np.ndarray
-    distances: np.ndarray
+    matrix: np.ndarray | None
     defect: float
     line: np.ndarray | None = None
 
+    @cached_property
+    def distances(self) -> np.ndarray:
+        """Between the N places, ``(N, N)``; on a line they are made only where somebody asks."""
+        if self.matrix is not None:
+            return self.matrix
+        assert self.line is not None
+        return np.abs(self.line[:, None] - self.line)
+
     @property
+    def size(self) -> int:
+        """N, the number of places."""
+        places = self.matrix if self.line is None else self.line
+        assert places is not None
+        return len(places)
+
+    @cached_property
     def diameter(self) -> float:
         """Largest distance."""
-        return float(self.distances.max())
+        return float(self.distances.max() if self.line is None else np.ptp(self.line))
+
+    def scaled(self, exponent: int) -> Axis:
+        """The axis with all distances times ``2 ** exponent``, which rounds nothing."""
+        matrix, line = (None if part is None else np.ldexp(part, exponent) for part in (self.matrix, self.line))
+        return replace(self, matrix=matrix, line=line, defect=float(np.ldexp(self.defect, exponent)))
 
 
 def point() -> Axis:
@@ -70,8 +92,11 @@ def axis_of_points(metric: Distance, clouds: list[np.ndarray], live: list[np.nda
     """Axis of two clouds of points ``(n, d)`` and ``(n', d)``, of which the ``live`` ones have mass."""
     points = np.concatenate([cloud[mask] for cloud, mask in zip(clouds, live, strict=True)]).astype(np.float64) + 0.0
     distinct, index = np.unique(points, axis=0, return_inverse=True)
-    places = torch.from_numpy(distinct)
-    found = metric(places, places)
+    places = _scattered(index.reshape(-1), live)
+    if isinstance(metric, Euclidean):
+        return _euclidean(metric, distinct, places, name)
+    atoms = torch.from_numpy(distinct)
+    found = metric(atoms, atoms)
     if not isinstance(found, Tensor) or found.shape != (len(distinct), len(distinct)):
         received = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
         raise ShapeError(
@@ -81,8 +106,31 @@ def axis_of_points(metric: Distance, clouds: list[np.ndarray], live: list[np.nda
     distances = found.detach().to(torch.float64).numpy()
     trusted = isinstance(metric, Cost) and metric.is_metric
     distances, defect = _checked(distances, found.dtype, name, lambda k: str(distinct[k].tolist()), trusted)
-    line = distinct[:, 0] if isinstance(metric, Euclidean) and distinct.shape[1] == 1 else None
-    return Axis(*_scattered(index.reshape(-1), live), distances, defect, line)
+    return Axis(*places, distances, defect)
+
+
+def _euclidean(metric: Euclidean, distinct: np.ndarray, places: tuple[np.ndarray, np.ndarray], name: str) -> Axis:
+    """Axis of distinct points ``(N, d)``, whatever their scale: distances are taken near the origin and of size one."""
+    with np.errstate(over="ignore"):
+        centred = distinct - distinct[0]
+    largest = float(np.abs(centred).max(initial=0.0))
+    if not np.isfinite(largest):
+        raise NonFiniteError(
+            f"expected points on {name} whose distances are float64 numbers, received coordinates from {distinct.min():.3g} "
+            f"to {distinct.max():.3g}; scale them down"
+        )
+    defect = 8 * np.finfo(np.float64).eps
+    if distinct.shape[1] == 1:
+        return Axis(*places, None, defect * float(np.ptp(centred)), centred[:, 0])
+    exponent = power(largest)
+    atoms = torch.from_numpy(np.ldexp(centred, -exponent))
+    distances = np.ldexp(metric(atoms, atoms).numpy(), exponent)
+    return Axis(*places, distances, defect * float(distances.max()), None)
+
+
+def power(size: float) -> int:
+    """The exponent e of the power of two just above ``size``: ``size / 2**e`` is in [1/2, 1), or zero."""
+    return math.frexp(size)[1]
 
 
 def axis_of_matrix(values: np.ndarray, dtype: torch.dtype, shared: bool, live: list[np.ndarray], name: str) -> Axis:

@@ -72,12 +72,16 @@ class Difference:
             self.x.defect + self.y.defect
         )
 
-    def problem(self) -> Problem | None:
-        """What is to be transported; None where nothing is, up to rounding."""
+    @property
+    def vanishes(self) -> bool:
+        """Whether nothing is to be transported, up to rounding."""
+        moved = min(float(np.maximum(self.values, 0.0).sum()), float(np.maximum(-self.values, 0.0).sum()))
+        return moved <= _ROUNDING * self.total or self.x.diameter + self.y.diameter == 0
+
+    def problem(self) -> Problem:
+        """What is to be transported, unless the difference vanishes."""
         supply, demand = np.maximum(self.values, 0.0), np.maximum(-self.values, 0.0)
         moved = float(supply.sum())
-        if min(moved, float(demand.sum())) <= _ROUNDING * self.total or self.x.diameter + self.y.diameter == 0:
-            return None
         rows, columns = ([np.flatnonzero(part.any(axis)) for part in (supply, demand)] for axis in (1, 0))
         supply, demand = (
             part[np.ix_(row, column)] for part, row, column in zip((supply, demand), rows, columns, strict=True)
@@ -121,7 +125,7 @@ def common_total(first: np.ndarray, second: np.ndarray, tolerance: float) -> flo
 
 def difference(first: np.ndarray, second: np.ndarray, x: Axis, y: Axis, euclidean: bool, total: float) -> Difference:
     """The difference of two distributions given on their own atoms, ``(n, m)`` and ``(n', m')``, both scaled to ``total``."""
-    shape = len(x.distances), len(y.distances)
+    shape = x.size, y.size
     grids = []
     for masses, rows, columns in zip((first, second), (x.first, x.second), (y.first, y.second), strict=True):
         i, j = np.flatnonzero(rows >= 0), np.flatnonzero(columns >= 0)

@@ -23,7 +23,7 @@ from sinkformer.errors import ConfigError, DeviceError, DTypeError, NonFiniteErr
 from sinkformer.measures import Measure
 from sinkformer.metrics import bracket, estimates, flows
 from sinkformer.metrics.flows import Bounds
-from sinkformer.metrics.grounds import Axis, AxisMetric, axis_of_matrix, axis_of_points, point
+from sinkformer.metrics.grounds import Axis, AxisMetric, axis_of_matrix, axis_of_points, point, power
 from sinkformer.metrics.problems import Difference, Problem, common_total, difference
 
 Method: TypeAlias = Literal["auto", "exact", "bracket", "geomloss", "sliced"]
@@ -94,6 +94,13 @@ class _Outcome:
     potential: tuple[np.ndarray, np.ndarray]
     method: str
 
+    def scaled(self, exponent: int) -> _Outcome:
+        """For distances times ``2 ** exponent``."""
+        numbers = (self.lower, self.upper, self.value, self.margin)
+        lower, upper, value, margin = (float(np.ldexp(number, exponent)) for number in numbers)
+        potential = np.ldexp(self.potential[0], exponent), np.ldexp(self.potential[1], exponent)
+        return _Outcome(lower, upper, value, margin, potential, self.method)
+
 
 def w1(
     pi: Coupling | Measure,
@@ -145,6 +152,7 @@ def w1(
     _check_arguments(pi, rho, tol, method, rounded)
     metrics, euclidean = _grounds(ground, isinstance(pi, Coupling), method)
     batch = tuple(pi.batch_shape)
+    _check_matrices(metrics, batch)
     pairs = zip(_clouds(pi, rounded), _clouds(rho, rounded), strict=True)
     tolerance = max(mass_tolerance(pi.dtype), mass_tolerance(rho.dtype))
     outcomes = []
@@ -152,12 +160,15 @@ def w1(
     for k, (first, second) in enumerate(bar):
         total = common_total(first.masses, second.masses, tolerance)
         axes = _axes(metrics, first, second, np.unravel_index(k, batch) if batch else ())
-        found = difference(first.masses, second.masses, axes[0], axes[1], euclidean, total)
+        # Solvers have absolute tolerances: all of them see distances of size one.
+        exponent = power(axes[0].diameter + axes[1].diameter)
+        x, y = (axis.scaled(-exponent) for axis in axes)
+        found = difference(first.masses, second.masses, x, y, euclidean, total)
         if method in ("geomloss", "sliced"):
-            outcome = _estimate(first, second, found, method)
+            outcome = _estimate(first, second, found, exponent, method)
         else:
             outcome = _bracketed(found, tol, method)
-        outcomes.append(_noted(outcome, first, second))
+        outcomes.append(_noted(outcome.scaled(exponent), first, second))
     return _collected(outcomes, pi, rho)
 
 
@@ -219,6 +230,15 @@ def _grounds(ground: Any, couplings: bool, method: str) -> tuple[list[AxisMetric
     return [metric.values if isinstance(metric, Matrix) else metric for metric in parts], product == "euclidean"
 
 
+def _check_matrices(metrics: list[AxisMetric], batch: tuple[int, ...]) -> None:
+    for metric, name in zip(metrics, "XY", strict=False):
+        if isinstance(metric, Tensor) and metric.dim() != 2 and (metric.dim() < 2 or metric.shape[:-2] != batch):
+            raise ShapeError(
+                f"expected one distance matrix on {name}, or one for each pair of the batch {batch}, "
+                f"received {tuple(metric.shape)}; the last two sizes are those of a matrix, the others those of the batch"
+            )
+
+
 def _clouds(given: Coupling | Measure, rounded: bool | None) -> Iterator[_Cloud]:
     """The pairs' distributions one after the other, float64."""
     if isinstance(given, Measure):
@@ -270,14 +290,14 @@ def _axis(metric: AxisMetric, a: np.ndarray, b: np.ndarray, live: list[Any], nam
 
 
 def _bracketed(found: Difference, tol: float | None, method: str) -> _Outcome:
-    problem = found.problem()
-    if problem is None:
+    if found.vanishes:
         stray = (found.x.diameter + found.y.diameter) * float(np.abs(found.values).sum()) / 2
         how = "nothing to transport: the two agree up to rounding"
         return _outcome(found, 0.0, found.margin + stray, np.zeros_like(found.values), how)
     line = None if method == "bracket" else _on_a_line(found)
     if line is not None:
         return _outcome(found, line[0], found.margin, line[1], "distribution functions, since all places lie on a line")
+    problem = found.problem()
     bounds, how = (None if method == "bracket" or tol else _on_two_lines(found, problem)) or _solved(
         problem, tol, method
     )
@@ -285,13 +305,22 @@ def _bracketed(found: Difference, tol: float | None, method: str) -> _Outcome:
 
 
 def _outcome(found: Difference, value: float, margin: float, potential: np.ndarray, how: str) -> _Outcome:
-    """Bounds widened by the margin; the lower one is the value of the potential, read at the atoms of the arguments."""
-    lower = max(0.0, min(float((potential * found.values).sum()), value) - margin)
+    """Bounds widened by the margin; the lower one is the value of the potential, read at the atoms of the arguments.
+
+    A cost below what the potential proves contradicts it, and is given up: everything may travel the diameter.
+    """
+    proved, upper = float((potential * found.values).sum()), value + margin
+    if value + margin < proved - margin:
+        diameter = found.x.diameter + found.y.diameter
+        upper = diameter * float(np.abs(found.values).sum()) / 2 + margin
+        how = f"{how}; its cost is {value / proved:.6g} of what is proved, so the upper bound is all mass over the diameter"
+        value = proved
+    lower = max(0.0, min(proved, value) - margin)
     at = []
     for rows, columns in ((found.x.first, found.y.first), (found.x.second, found.y.second)):
         alive = (rows >= 0)[:, None] & (columns >= 0)
         at.append(np.where(alive, potential[np.ix_(rows, columns)], 0.0))
-    return _Outcome(lower, value + margin, value, margin, (at[0], at[1]), how)
+    return _Outcome(lower, upper, value, margin, (at[0], at[1]), how)
 
 
 def _solved(problem: Problem, tol: float | None, method: str) -> tuple[Bounds, str]:
@@ -305,7 +334,7 @@ def _solved(problem: Problem, tol: float | None, method: str) -> tuple[Bounds, s
     wanted = tol if tol is not None else 0.0 if exact else _LOOSE
     alone = method == "bracket" or (method == "auto" and places > _MOST_PRUNED)
     bounds, stage = bracket.narrowed(problem, wanted, alone)
-    how = f"separable Sinkhorn down to eta = {stage.eta:.3g}, {stage.sweeps} sweeps"
+    how = f"separable Sinkhorn down to eta = {stage.eta / problem.ground.diameter:.3g} of the diameter, {stage.sweeps} sweeps"
     if bounds.gap <= wanted and wanted > 0:
         return bounds, f"{how}: enough for tol = {wanted:g}"
     if alone:
@@ -331,7 +360,7 @@ def _on_two_lines(found: Difference, problem: Problem) -> tuple[Bounds, str] | N
 def _on_a_line(found: Difference) -> tuple[float, np.ndarray] | None:
     """W1 and its potential from distribution functions, where one axis is a line and the other a point."""
     for axis, other, values in ((found.x, found.y, found.values), (found.y, found.x, found.values.T)):
-        if axis.line is not None and len(other.distances) == 1:
+        if axis.line is not None and other.size == 1:
             order = axis.line.argsort()
             gaps, surplus = np.diff(axis.line[order]), values[order, 0].cumsum()[:-1]
             potential = np.empty(len(order))
@@ -340,12 +369,14 @@ def _on_a_line(found: Difference) -> tuple[float, np.ndarray] | None:
     return None
 
 
-def _estimate(first: _Cloud, second: _Cloud, found: Difference, method: str) -> _Outcome:
-    clouds = []
+def _estimate(first: _Cloud, second: _Cloud, found: Difference, exponent: int, method: str) -> _Outcome:
+    """``found`` has its distances divided by ``2 ** exponent``; so have the points here, from the first of them."""
+    clouds, origin = [], 0.0
     for cloud in (first, second):
         i, j = np.nonzero(cloud.masses)
         points = cloud.x[i] if cloud.y is None else np.concatenate([cloud.x[i], cloud.y[j]], -1)
-        clouds.append((points, cloud.masses[i, j] / cloud.masses.sum()))
+        origin = origin if clouds else points[0]
+        clouds.append((np.ldexp(points - origin, -exponent), cloud.masses[i, j] / cloud.masses.sum()))
     if method == "geomloss":
         value = estimates.sinkhorn_divergence(clouds[0], clouds[1], first.x.shape[-1], found.euclidean)
         how = "estimate, no bracket: GeomLoss, debiased Sinkhorn divergence at blur 0.01 of the diameter"

@@ -69,6 +69,17 @@ def test_the_scalings_stay_in_range():
     assert upper - lower < 0.05 * upper
 
 
+@pytest.mark.parametrize("entropies", [600.0, 660.0, 680.0, 700.0, 710.0, 720.0, 735.0, 740.0, 742.5, 744.0])
+@pytest.mark.parametrize("distance", [0.13, 0.4, 1.3])
+def test_mass_on_a_denormal_entry_of_the_kernel_is_repaired(entropies, distance):
+    """One pair of places: any plan costs the distance, also where kernel x distance would lose its digits."""
+    one, scaling = np.ones((1, 1)), np.full((1, 1), np.exp(entropies / 2))
+    ground = Ground(np.full((1, 1), distance), np.zeros((1, 1)))
+    for given in (ground, Ground(ground.dy, ground.dx)):
+        stage = bracket.Stage(Problem(one, one, given, 1.0, 0.0), distance / entropies, scaling, scaling, 0, True)
+        assert stage.rounded()[0] == pytest.approx(distance, rel=1e-12)
+
+
 @pytest.mark.parametrize("euclidean", [False, True])
 def test_any_dual_and_any_flow_are_bounds(euclidean):
     given, value = problem(7, euclidean)

@@ -22,6 +22,8 @@ from sinkformer.errors import (
     WeightError,
 )
 from sinkformer.metrics import flows, transport, w1
+from sinkformer.metrics.grounds import axis_of_points, point
+from sinkformer.metrics.problems import difference
 from sinkformer.testing import random_measure
 
 DOUBLE = torch.float64
@@ -138,6 +140,15 @@ def test_measures_on_a_line():
     assert bool(found.exact)
     expected = ot.wasserstein_1d(*(t.numpy() for t in (mu.points[:, 0], nu.points[:, 0], mu.weights, nu.weights)))
     assert float(found.value) == pytest.approx(float(expected), abs=1e-14)
+
+
+def test_measures_on_a_line_need_no_matrix():
+    """All pairs of places would take 320 GB."""
+    n = 100_000
+    x = np.random.default_rng(23).permutation(n) / n
+    found = w1(measure(x, np.ones(n)), measure(x + 0.25, np.ones(n)))
+    assert float(found.value) == pytest.approx(0.25, abs=1e-10)
+    assert bool(found.exact)
 
 
 def test_a_coupling_with_one_atom_on_a_side():
@@ -315,6 +326,22 @@ def test_a_simplex_that_stops_early_leaves_an_honest_bracket(pivots, monkeypatch
     assert 0 <= float(found.lower) <= full(pi, rho) <= float(found.upper) < math.inf
 
 
+def test_a_cost_below_what_is_proved_is_given_up():
+    """Half the mass goes from 0 to 1; a flow that claims 1/8 is wrong, so the diameter, 4, has to serve."""
+    axis = axis_of_points(
+        sf.Euclidean(), [np.array([[0.0], [4.0]]), np.array([[1.0], [4.0]])], [np.ones(2, bool)] * 2, "X"
+    )
+    found = difference(np.full((2, 1), 0.5), np.full((2, 1), 0.5), axis, point(), False, 1.0)
+    potential = np.array([[0.0], [-1.0], [0.0]])
+    outcome = transport._outcome(found, 0.125, found.margin, potential, "a flow")
+    assert outcome.lower == pytest.approx(0.5, abs=1e-11)
+    assert outcome.value == 0.5
+    assert outcome.upper == pytest.approx(2.0, abs=1e-11)
+    assert "0.25 of what is proved" in outcome.method
+    right = transport._outcome(found, 0.5, found.margin, potential, "a flow")
+    assert (right.upper, right.method) == (0.5 + found.margin, "a flow")
+
+
 def test_masses_over_many_orders_of_magnitude(simplex):
     rng = np.random.default_rng(12)
     x, y = rng.normal(size=(8, 2)), rng.normal(size=(8, 2))
@@ -362,6 +389,60 @@ def test_scaling_of_the_metric(pi, rho):
         return 2 * torch.cdist(x, y)
 
     assert bare(pi, rho, ground=(twice, twice)) == pytest.approx(2 * bare(pi, rho), abs=1e-12)
+
+
+@pytest.mark.parametrize("scale", [1e-150, 1e-60, 1e-8, 1.0, 1e100, 1e150])
+@pytest.mark.parametrize("d", [1, 2])
+@pytest.mark.parametrize("ground", ["additive", "euclidean"])
+def test_scaling_of_the_points(scale, d, ground, simplex):
+    rng = np.random.default_rng(20)
+    x, y, offset = rng.normal(size=(7, d)), rng.normal(size=(6, d)), rng.normal(size=d)
+    plans = rng.exponential(size=(2, 7, 6))
+    expected = w1(*(joint(x, y, p) for p in plans), ground=ground)
+    found = w1(*(joint(scale * (x + offset), scale * y, p) for p in plans), ground=ground)
+    assert bool(found.exact)
+    assert float(found.value) / scale == pytest.approx(float(expected.value), rel=1e-12)
+    assert float(found.lower) / scale == pytest.approx(float(expected.lower), rel=1e-10)
+    values = [
+        float((part / scale * torch.from_numpy(p / p.sum())).sum())
+        for part, p in zip(found.potential, plans, strict=True)
+    ]
+    proved = values[0] - values[1]
+    assert proved == pytest.approx(float(expected.value), rel=1e-10)
+
+
+@pytest.mark.parametrize("scale", [1e-150, 1e-60, 1e-8, 1e100, 1e150])
+def test_scaling_of_a_matrix_of_distances(scale, simplex):
+    rng = np.random.default_rng(21)
+    mu, nu = (measure(rng.normal(size=(9, 2)), rng.exponential(size=9)) for _ in "ab")
+    x = torch.cat([mu.points, nu.points])
+    d = sf.Euclidean()(x, x)
+    found = w1(mu, nu, ground=scale * d)
+    assert bool(found.exact)
+    assert float(found.value) / scale == pytest.approx(bare(mu, nu, ground=d), rel=1e-12)
+
+
+@pytest.mark.parametrize("method", ["geomloss", "sliced"])
+@pytest.mark.parametrize("scale", [1e-150, 1e-8, 1e100])
+def test_scaling_of_the_estimates(method, scale):
+    rng = np.random.default_rng(22)
+    x, y, plans = rng.normal(size=(5, 2)), rng.normal(size=(4, 1)), rng.exponential(size=(2, 5, 4))
+    expected = bare(*(joint(x, y, p) for p in plans), ground="euclidean", method=method)
+    found = bare(*(joint(scale * x, scale * y, p) for p in plans), ground="euclidean", method=method)
+    # GeomLoss anneals in steps that start at the diameter, which is no power of two of the other.
+    assert found / scale == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_small_spread_far_from_the_origin_on_another_coordinate():
+    """Squares of the offset are 1 and those of the spread 1e-340."""
+    a, b = measure([[1.0, 0.0], [1.0, 1e-170]], [1, 1]), measure([[1.0, 0.0], [1.0, 3e-170]], [1, 1])
+    assert bare(a, b) / 1e-170 == pytest.approx(1.0, abs=1e-12)
+
+
+def test_points_whose_distance_is_no_number():
+    a, b = measure([-1.5e308, 0.0], [1, 1]), measure([1.5e308, 0.0], [1, 1])
+    with pytest.raises(NonFiniteError, match=r"coordinates from -1.5e\+308 to 1.5e\+308; scale"):
+        w1(a, b)
 
 
 @given(joints(), joints())
@@ -444,6 +525,15 @@ def test_a_matrix_for_each_pair_of_a_batch():
     torch.testing.assert_close(w1(mu, nu, ground=d).value, plain * torch.tensor([1.0, 3.0]), atol=1e-12, rtol=0)
 
 
+@pytest.mark.parametrize("shape", [(5, 8, 8), (1, 8, 8), (2, 1, 8, 8), (8,), (2, 8, 7), (2, 9, 9), (7, 7)])
+def test_matrices_that_do_not_fit_the_batch(shape):
+    pair = [sf.Measure.stack([measure(np.arange(4.0) + k, np.ones(4)) for _ in range(2)]) for k in (0, 1)]
+    with pytest.raises(ShapeError, match=r"expected (a|one) distance matrix on X.*received \("):
+        w1(pair[0], pair[1], ground=torch.zeros(shape, dtype=DOUBLE))
+    with pytest.raises(ShapeError):
+        w1(pair[0][0], pair[1][0], ground=torch.zeros(1, 8, 8, dtype=DOUBLE))
+
+
 @pytest.mark.parametrize(
     ("metric", "message"),
     [
@@ -513,6 +603,13 @@ def test_geomloss_is_an_estimate(ground):
     assert not bool(found.exact)
     assert "estimate" in str(found.method)
     assert float(found.value) == pytest.approx(bare(pi, rho, ground=ground), rel=0.05)
+
+
+@pytest.mark.parametrize("method", ["geomloss", "sliced"])
+@pytest.mark.parametrize("points", [[[1.0, 2.0]], [[1.0, 2.0], [1.0, 2.0]]])
+def test_the_estimates_of_one_place_are_zero(method, points):
+    mu = measure(points, np.ones(len(points)))
+    assert bare(mu, mu, method=method) == 0.0
 
 
 def test_the_sliced_distance_is_a_small_estimate():
