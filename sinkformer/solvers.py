@@ -283,9 +283,10 @@ def check_epsilon(epsilon: float | Tensor, mu: Measure) -> Tensor:
     scale = torch.as_tensor(
         epsilon if isinstance(epsilon, Tensor) else float(epsilon), dtype=potential_dtype(mu.device), device=mu.device
     )
-    # NaN compares as wrong.
-    if scale.numel() and not (scale.min().item() > 0 and scale.max().item() < torch.inf):
-        raise ConfigError(f"expected epsilon positive and finite, received {epsilon}")
+    # NaN compares as wrong. Subnormal numbers have few digits, and their reciprocals overflow.
+    least = torch.finfo(scale.dtype).tiny
+    if scale.numel() and not (scale.min().item() >= least and scale.max().item() < torch.inf):
+        raise ConfigError(f"expected epsilon positive and finite, received {epsilon}; the least is {least:.3g}")
     if scale.dim() and scale.shape != mu.batch_shape:
         raise ShapeError(
             f"expected epsilon as a number or of shape {tuple(mu.batch_shape)}, received {tuple(scale.shape)}"

@@ -3,6 +3,8 @@
 import json
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -512,6 +514,8 @@ def test_representation():
         ({"interpolation": "linear"}, "interpolation 'geometric' or"),
         ({"on_failure": "panic"}, "on_failure 'warn'"),
         ({"sampler": PairSampler()}, "with a system only"),
+        ({"encoders": 3}, "encoders as True or False, received 3"),
+        ({"recipe": 3}, "recipe as a Recipe or None, received 3"),
         ({"generator": torch.Generator()}, "with a system only"),
     ],
 )
@@ -524,6 +528,8 @@ def test_bad_targets():
     good = targets("product", 2)
     with pytest.raises(ConfigError, match="generator to draw"):
         build(named("product")[0], 1e-3)
+    with pytest.raises(DTypeError, match="expected sampler as a PairSampler or None, received Product"):
+        build(Product(), 1e-3, sampler=Product(), generator=generator())  # pyright: ignore[reportArgumentType]
     with pytest.raises(ShapeError, match="at least one pair"):
         build([], 1e-3)
     with pytest.raises(ShapeError, match="at least one pair"):
@@ -540,6 +546,17 @@ def test_bad_targets():
     plans = [sf.Coupling.from_dense(mu, mu, t.double() / 2) for t in (torch.eye(2), 1 - torch.eye(2))]
     with pytest.raises(ConfigError, match="one plan for every pair"):
         build(plans, 1e-3)
+
+
+def test_the_first_example_of_the_documentation(capsys):
+    page = (Path(__file__).parents[1] / "docs" / "approximation.md").read_text()
+    scope: dict[str, Any] = {}
+    exec(page.split("```python\n")[1].split("```")[0], scope)
+    assert "total" in capsys.readouterr().out
+    assert scope["found"].reached
+    system, _ = named("switch")
+    pi, exact = (f(scope["mu"], scope["nu"]) for f in (scope["found"], system))
+    assert float(w1(pi.rounded(), exact.rounded()).lower.max()) <= 1e-3
 
 
 def test_a_target_that_is_not_a_number():

@@ -785,6 +785,7 @@ BAD = {
     "epsilon negative": ({"epsilon": -1}, ConfigError, r"epsilon positive and finite, received -1"),
     "epsilon NaN": ({"epsilon": NAN}, ConfigError, r"epsilon positive and finite, received nan"),
     "epsilon infinite": ({"epsilon": INF}, ConfigError, r"epsilon positive and finite, received inf"),
+    "epsilon subnormal": ({"epsilon": 1e-320}, ConfigError, r"epsilon .* received 1e-320; the least is 2\.23e-308"),
     "epsilon partly NaN": ({"epsilon": torch.tensor([1.0, NAN])}, ConfigError, r"epsilon positive and finite"),
     "epsilon partly infinite": ({"epsilon": torch.tensor([INF, 1.0])}, ConfigError, r"epsilon positive and finite"),
     "epsilon partly zero": ({"epsilon": torch.tensor([1.0, 0.0])}, ConfigError, r"epsilon positive and finite"),

@@ -14,7 +14,7 @@ from hypothesis import given
 from torch import Tensor
 
 import sinkformer as sf
-from sinkformer.errors import ConfigError, ConvergenceError, DTypeError, ShapeError
+from sinkformer.errors import ConfigError, ConvergenceError, DTypeError, NonFiniteError, ShapeError
 from sinkformer.systems import (
     ContextSwitch,
     EntropicTransport,
@@ -411,6 +411,26 @@ def test_exact_transport_is_optimal():
             assert float(pi[k].cost(cost)) == pytest.approx(value, abs=1e-12)
 
 
+@pytest.mark.parametrize("scale", [1e-12, 1e-5, 1e6])
+@pytest.mark.parametrize("cost", [sf.SqEuclidean(), sf.Euclidean(), sf.NegativeDot()], ids=repr)
+def test_exact_transport_is_optimal_at_every_scale(cost, scale):
+    """The plan of the scaled points is optimal for the points; so it is far from the origin."""
+    system = ExactTransport(cost)
+    mu, nu = (m.pushforward(m.points + 3.0) for m in pair(system))
+    small = [m.pushforward(scale * m.points) for m in (mu, nu)]
+    value, expected = (
+        system(*small).cost(cost) / scale ** (1 if cost == sf.Euclidean() else 2),
+        system(mu, nu).cost(cost),
+    )
+    torch.testing.assert_close(value, expected, rtol=1e-12, atol=0)
+
+
+def test_exact_transport_of_points_whose_cost_overflows():
+    far = sf.Measure.uniform(torch.tensor([[1e200, 0.0], [-1e200, 0.0]], dtype=torch.float64))
+    with pytest.raises(NonFiniteError, match="expected finite costs, received a NaN or an infinity"):
+        ExactTransport()(far, far)
+
+
 def test_exact_transport_that_was_not_finished(monkeypatch):
     monkeypatch.setattr("sinkformer.systems.discontinuous._MOST_PIVOTS", 1)
     with (
@@ -718,6 +738,8 @@ def test_unknown_name():
     message = "expected a system of eot, monotone, whitened, teacher, switch, product, received 'emd'"
     with pytest.raises(ConfigError, match=message):
         named("emd")
+    with pytest.raises(ConfigError, match=r"expected a system of .*, received \['eot'\]"):
+        named(["eot"])  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize(
@@ -754,12 +776,49 @@ def test_unknown_name():
         (lambda: PairSampler(spread=(0.2, 0.1)), r"expected spread as numbers low <= high, received \(0\.2, 0\.1\)"),
         (lambda: PairSampler(weights="heavy"), "expected weights of uniform, lognormal, dirichlet, mixed, received 'heavy'"),
         (lambda: PairSampler(rare=1.5), r"expected rare as a share between 0 and 1, received 1\.5"),
+        (lambda: PairSampler(rare="a"), "expected rare as a share between 0 and 1, received 'a'"),
+        (lambda: PairSampler(weights=["mixed"]), r"expected weights of uniform, .*, received \['mixed'\]"),
         (lambda: PairSampler(half_width=0), "expected half_width positive and finite, received 0"),
     ],
 )  # fmt: skip
 def test_wrong_settings(make, message):
     with pytest.raises(ConfigError, match=message):
         make()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Mixture(None, Product(), sources_mean, 1.0), "expected two systems to mix, received NoneType"),
+        (lambda: Mixture(Product(), "product", sources_mean, 1.0), "expected two systems to mix, received str"),
+        (lambda: Mixture(Product(), Product(), None, 1.0), "weight of a mixture as a function of two measures, received None"),
+        (lambda: every_pair(None, None), "expected two measures to pair, received NoneType"),
+    ],
+)  # fmt: skip
+def test_wrong_types(make, message):
+    with pytest.raises(DTypeError, match=message):
+        make()
+
+
+@pytest.mark.parametrize("system", SYSTEMS.values(), ids=SYSTEMS)
+def test_moduli_at_the_ends_of_the_numbers(system):
+    """Never NaN, never below the distance nor above the diameter; no overflow, no cancellation."""
+    for wrong in ("a", None, True, -1.0, math.nan):
+        with pytest.raises(ConfigError, match="expected a distance delta >= 0, received"):
+            system.modulus(wrong)
+        with pytest.raises(ConfigError, match="expected a positive half_width of the domain, received"):
+            system.modulus(0.1, half_width=wrong)
+    for half_width in (1e-320, 1e-200, 1.0, 1e200, 1e308):
+        if half_width > 1 and isinstance(system, Mixture):
+            continue
+        if not system.continuous:
+            assert system.modulus(0.0, half_width=half_width) == math.inf
+            continue
+        diameter = 2 * half_width * sum(math.sqrt(d) for d in system.dims)
+        assert system.modulus(0.0, half_width=half_width) == 0.0
+        for delta in (1e-320, 0.1, 1e200):
+            value = system.modulus(delta, half_width=half_width)
+            assert min(delta, 0.999 * diameter) <= value <= 1.001 * diameter
 
 
 def test_wrong_draws():

@@ -20,7 +20,15 @@ from torch.utils.data import DataLoader
 
 import sinkformer as sf
 from sinkformer import losses
-from sinkformer.errors import ConfigError, MissingExtraError, ModelError, NonFiniteError, ShapeError
+from sinkformer.errors import (
+    ConfigError,
+    DTypeError,
+    MissingExtraError,
+    ModelError,
+    NonFiniteError,
+    ShapeError,
+    WeightError,
+)
 from sinkformer.models import SinkhornTransformer, SinkhornTransformerConfig
 from sinkformer.systems import EntropicTransport, PairSampler, Product
 from sinkformer.testing import random_measure
@@ -466,12 +474,139 @@ def test_wrong_data():
     one = mu.map(lambda t: t.unsqueeze(0)), nu.map(lambda t: t.unsqueeze(0)), plan.to_dense().unsqueeze(0)
     with pytest.raises(ShapeError, match="expected at least one example, received none"):
         train(make(), [], steps=1, validation=0)
-    with pytest.raises(ShapeError, match=r"expected a target of shape \(2, 2\) in example 0, received \(2, 3\)"):
-        train(make(), [(mu, nu, torch.ones(2, 3) / 6)], steps=1, validation=0)
     with pytest.raises(ShapeError, match=r"received an iterable without any \(a generator can be used once only\)"):
         train(make(), (batch for batch in [one]), steps=2, validation=0)
     with pytest.raises(ConfigError, match="expected validation as a sequence of examples for data that are not drawn"):
         train(make(), [(mu, nu, plan)], steps=1, validation=5)
+
+
+MU, NU = (sf.Measure.uniform(torch.tensor([[0.0, 0.0], [1.0, x]])) for x in (0.0, 1.0))
+PADDED = sf.Measure(torch.zeros(2, 2), torch.tensor([1.0, 0.0]))
+GOOD = torch.full((2, 2), 0.25)
+BAD_TARGETS: dict[str, tuple[Any, type[Exception], str]] = {
+    "negative": (torch.tensor([[0.6, -0.1], [0.0, 0.5]]), WeightError, r"expected a target >= 0 in {}, received -0\.1"),
+    "scaled": (100 * GOOD, WeightError, r"expected a target of total one in {}, received 100; divide it by its sum"),
+    "a little scaled": (1.002 * GOOD, WeightError, r"expected a target of total one in {}, received 1\.002"),
+    "zero": (0 * GOOD, WeightError, r"expected a target of total one in {}, received 0"),
+    "NaN": (GOOD * torch.tensor([1.0, math.nan]), NonFiniteError, "expected a finite target in {}, received a NaN"),
+    "infinite": (
+        GOOD + torch.tensor([0.0, math.inf]),
+        NonFiniteError,
+        "expected a finite target in {}, received a NaN",
+    ),
+    "integer": (
+        torch.eye(2).long(),
+        DTypeError,
+        r"the target of {} as .* floating-point tensor, received torch\.int64",
+    ),
+    "numpy": (GOOD.numpy(), DTypeError, "the target of {} as a coupling or a floating-point tensor, received ndarray"),
+    "list": (GOOD.tolist(), DTypeError, "the target of {} as a coupling .*, received a list of list, list"),
+    "none": (None, DTypeError, "the target of {} as a coupling or a floating-point tensor, received None"),
+    "shape": (torch.ones(2, 3) / 6, ShapeError, r"expected a target of shape \(2, 2\) in {}, received \(2, 3\)"),
+}
+
+
+@pytest.mark.parametrize(("target", "error", "message"), BAD_TARGETS.values(), ids=BAD_TARGETS)
+def test_targets_that_are_no_couplings(target, error, message):
+    """Of examples, named by their index in the data whatever the order; and of a validation."""
+    data = [(MU, NU, GOOD), (MU, NU, target), (MU, NU, GOOD)]
+    with pytest.raises(error, match=message.format("example 1")):
+        train(make(), data, steps=3, validation=0, recipe=Recipe(batch=1))
+    with pytest.raises(error, match=message.format("validation example 1")):
+        train(make(), data[:1], steps=1, validation=data)
+
+
+def test_targets_on_padding():
+    good, bad = torch.tensor([[0.5, 0.5], [0.0, 0.0]]), torch.tensor([[0.5, 0.25], [0.0, 0.25]])
+    assert train(make(), [(PADDED, NU, good)], steps=1, validation=0).steps == 1
+    assert train(make(), [(PADDED, NU, good.bfloat16())], steps=1, validation=0).steps == 1
+    for data in ([(PADDED, NU, bad)], [(NU, PADDED, bad.T)]):
+        message = r"no mass on atoms of weight zero in example 0, received a target with 0\.25 there"
+        with pytest.raises(WeightError, match=message):
+            train(make(), data, steps=1, validation=0)
+
+
+@pytest.mark.parametrize(("target", "error", "message"), list(BAD_TARGETS.values())[:6], ids=list(BAD_TARGETS)[:6])
+def test_batches_of_targets_that_are_no_couplings(target, error, message):
+    mu, nu = sf.Measure.stack([MU, MU]), sf.Measure.stack([NU, NU])
+    loader = Loader((mu, nu, GOOD.expand(2, 2, 2)), (mu, nu, torch.stack([GOOD, target])))
+    with pytest.raises(error, match=message.format("batch 1, index 1")):
+        train(make(), loader, steps=2, validation=0)
+
+
+def test_a_system_whose_targets_are_no_couplings():
+    class Wrong(Product):
+        def couple(self, mu, nu):
+            pi = super().couple(mu, nu)
+            return sf.Coupling.from_dense(mu, nu, 2 * pi.to_dense())
+
+    for validation in (0, 4):
+        with pytest.raises(WeightError, match="expected a target of total one in pair 0 of product, received 2"):
+            train(make(), (Wrong(), SAMPLER), steps=1, validation=validation)
+
+
+STACKED = sf.Measure.stack([MU, MU])
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ((SAMPLER, SYSTEM), r"\(system, PairSampler\(dims=system\.dims\)\), received a tuple of PairSampler, Entropic"),
+        ([SYSTEM, SAMPLER], "expected a system and its sampler as a tuple .*, received a list of EntropicTransport, Pair"),
+        (SYSTEM, "expected a system and its sampler as a tuple .*, received EntropicTransport"),
+        ((SYSTEM, 3), "expected a system and its sampler as a tuple .*, received a tuple of EntropicTransport, int"),
+        (None, "expected data as .*, a sequence of examples or an iterable of batches, received None"),
+        (3, "expected data as .*, received 3"),
+        ("eot", "expected data as .*, received 'eot'"),
+        ((MU, NU, GOOD), "sequence of triples .*, received a tuple of Measure, Measure, Tensor; put one into a list"),
+        ([(MU, NU)], r"expected example 0 as a triple \(mu, nu, target\), received a tuple of Measure, Measure"),
+        ([(MU, GOOD, GOOD)], "expected measures in example 0, received Tensor"),
+        ([(STACKED, NU, GOOD)], r"expected single measures in example 0, received the batch shape \(2,\)"),
+        (Loader((STACKED, STACKED)), r"expected batch 0 as a triple \(mu, nu, target\), received a tuple of Measure, Meas"),
+        (Loader((MU, NU, GOOD)), r"expected a batch \(B,\) of measures in batch 0, received the batch shape \(\)"),
+    ],
+    ids=range(13),
+)  # fmt: skip
+def test_data_of_no_kind(data, message):
+    with pytest.raises((DTypeError, ShapeError), match=message):
+        train(make(), data, steps=1, validation=0)
+
+
+@pytest.mark.parametrize(
+    ("validation", "message"),
+    [
+        (1.5, "expected validation as a whole number >= 0 or a sequence of examples, received 1.5"),
+        (-1, "expected validation as a whole number >= 0 or a sequence of examples, received -1"),
+        (True, "expected validation as a whole number >= 0 or a sequence of examples, received True"),
+        ([], "expected at least one example in validation, received none; pass 0 for no validation"),
+        ([(MU, NU)], "expected validation example 0 as a triple"),
+    ],
+    ids=str,
+)
+def test_wrong_validations(validation, message):
+    with pytest.raises((ConfigError, ShapeError), match=message):
+        train(make(), steps=1, validation=validation)
+
+
+def test_a_folder_that_is_a_file(tmp_path):
+    path = tmp_path / "file"
+    path.write_text("")
+    for folder in (path, str(path / "inner")):
+        with pytest.raises(ConfigError, match=r"expected a folder for checkpoints, received .*file"):
+            train(make(), steps=1, folder=folder)
+
+
+def test_losses_that_cannot_train():
+    def wrong(loss: Any, error: type[Exception], message: str) -> None:
+        with pytest.raises(error, match=message):
+            train(make(), steps=1, validation=0, recipe=Recipe(groups=1, sources=1, targets=1, loss=loss))
+
+    wrong(lambda pi, target: None, DTypeError, r"returns a floating-point tensor \(B\), received NoneType")
+    wrong(lambda pi, target: 0.5, DTypeError, r"returns a floating-point tensor \(B\), received float")
+    wrong(lambda pi, target: target.long(), DTypeError, r"received torch\.int64")
+    wrong(
+        lambda pi, target: losses.kl(pi, target).detach(), ConfigError, r"received one without a gradient; .* \.detach"
+    )
 
 
 # Checkpoints ----------------------------------------------------------------------------------------------------------
@@ -712,6 +847,10 @@ def test_weights_that_are_no_numbers_stop():
         (dict(steps=1, record_every=0), "expected record_every as a whole number >= 1, received 0"),
         (dict(steps=1, checkpoint_every=-1), "expected checkpoint_every as a whole number >= 1, received -1"),
         (dict(steps=1, resume=True), "expected a folder to resume from, received None"),
+        (dict(steps=1, recipe=None), "expected a Recipe, received None"),
+        (dict(seconds="a"), "expected a positive, finite number of seconds, received 'a'"),
+        (dict(steps=1, folder=3), "expected a folder as a path, received 3"),
+        (dict(steps=1, patience=2, validation=0), "expected a validation with patience=2, received none"),
     ],
     ids=str,
 )
@@ -725,13 +864,23 @@ def test_wrong_arguments(options, message):
     [
         (dict(loss="kl"), "expected loss 'fenchel_young' or a function, received 'kl'"),
         (dict(optimizer="sgd"), "expected optimizer 'muon' or 'adamw', received 'sgd'"),
-        (dict(groups=0), "expected groups >= 1, received 0"),
-        (dict(batch=0), "expected batch >= 1, received 0"),
+        (dict(groups=0), "expected groups as a whole number >= 1, received 0"),
+        (dict(batch=0), "expected batch as a whole number >= 1, received 0"),
         (dict(rate=-1.0), "expected rate >= 0 and finite, received -1.0"),
         (dict(matrix_rate=math.nan), "expected matrix_rate >= 0 and finite, received nan"),
         (dict(average=1.0), "expected average from 0 to below 1, received 1.0"),
         (dict(warmup=-0.1), "expected warmup from 0 to below 1, received -0.1"),
         (dict(clip=0.0), "expected clip > 0, received 0.0"),
+        (dict(clip="a"), "expected clip > 0, received 'a'"),
+        (dict(groups="a"), "expected groups as a whole number >= 1, received 'a'"),
+        (dict(batch=1.5), "expected batch as a whole number >= 1, received 1.5"),
+        (dict(rate="a"), "expected rate >= 0 and finite, received 'a'"),
+        (dict(rate=1e300), r"expected rate up to 100, received 1e\+300"),
+        (dict(matrix_rate=101.0), "expected matrix_rate up to 100, received 101.0"),
+        (dict(warmup="a"), "expected warmup from 0 to below 1, received 'a'"),
+        (dict(log_scale=1e4), "expected log_scale from -50 to 50, or None, received 10000.0"),
+        (dict(log_scale=math.nan), "expected log_scale from -50 to 50, or None, received nan"),
+        (dict(bfloat16=1), "expected bfloat16 as True or False, received 1"),
     ],
     ids=str,
 )

@@ -3,7 +3,8 @@
     system, sampler = named("switch")
     found = build(system, 1e-3, sampler=sampler, count=16, generator=torch.Generator().manual_seed(0))
     print(found.ledger)                      # one line for every step of the proof: its bound, and what was measured
-    pi = found(mu, nu)                       # a Sinkhorn Transformer's coupling, for the measures that were given
+    mu, nu = sampler.pairs(16, generator=torch.Generator().manual_seed(0))  # the same pairs
+    pi = found(mu, nu)                       # a Sinkhorn Transformer's coupling for each
 
 The steps are those of the proof that Sinkhorn Transformers are dense among the continuous coupling systems (Fraiman 2026,
 arXiv 2603.25860), with constants of our own: smoothing, a density bounded from below, a cost that separates into an inner

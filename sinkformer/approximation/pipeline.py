@@ -126,7 +126,7 @@ def build(
 
     Raises:
         ConfigError: an argument outside its range, or two couplings for one pair of measures.
-        DTypeError: targets that are no couplings, or not float64.
+        DTypeError: targets that are no couplings, or not float64; a sampler that is none.
         ShapeError: no pairs.
         WeightError: plans with other marginals than their measures.
         ConvergenceError: the tolerance was not reached, and ``on_failure="raise"``.
@@ -142,6 +142,7 @@ def build(
     _check_counts(rank=rank, count=count, iterations=iterations, width=width, steps=steps)
     _check_choice("interpolation", interpolation, get_args(Interpolation))
     _check_choice("on_failure", on_failure, ("warn", "raise", "ignore"))
+    _check_types(sampler, encoders, recipe)
     pairs = Pairs.of(_couplings(targets, sampler, count, generator))
     share = _SHARE * tolerance
     cells, delta = _chosen(pairs, mesh, delta, interpolation, share)
@@ -335,6 +336,15 @@ def _check_counts(**values: Any) -> None:
             continue
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ConfigError(f"expected {name} as a whole number >= 1, received {value!r}")
+
+
+def _check_types(sampler: Any, encoders: Any, recipe: Any) -> None:
+    if not (sampler is None or isinstance(sampler, PairSampler)):
+        raise DTypeError(f"expected sampler as a PairSampler or None, received {type(sampler).__name__}")
+    if not isinstance(encoders, bool):
+        raise ConfigError(f"expected encoders as True or False, received {encoders!r}; their number is not an option")
+    if not (recipe is None or isinstance(recipe, Recipe)):
+        raise ConfigError(f"expected recipe as a Recipe or None, received {recipe!r}")
 
 
 def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:

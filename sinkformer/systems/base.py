@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from numbers import Real
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -87,8 +88,12 @@ def every_pair(mu: Measure, nu: Measure) -> tuple[Measure, Measure]:
     Views, no copies.
 
     Raises:
+        DTypeError: no measures.
         ShapeError: no axis to pair over, or other leading axes.
     """
+    for side in (mu, nu):
+        if not isinstance(side, Measure):
+            raise DTypeError(f"expected two measures to pair, received {type(side).__name__}")
     if not mu.batch_shape or mu.batch_shape[:-1] != nu.batch_shape[:-1] or len(mu.batch_shape) != len(nu.batch_shape):
         raise ShapeError(
             f"expected batch shapes (*batch, s) and (*batch, t), received {tuple(mu.batch_shape)} and {tuple(nu.batch_shape)}"
@@ -120,6 +125,8 @@ def bound(delta: float, excess: float, dims: tuple[int, int], half_width: float)
     of X, or of Y. Every coupling has its shadow, of the other two measures, at distance delta (see ``entropic``). So
     delta + H bounds every system; and so does the diameter of the product.
     """
+    if delta == 0:  # where an infinite constant would make the excess NaN
+        return 0.0
     return min(delta + min(excess, fibre(dims, half_width)), 2 * sum(radii(dims, half_width)))
 
 
@@ -130,10 +137,10 @@ def fibre(dims: tuple[int, int], half_width: float) -> float:
 
 def check_modulus_arguments(delta: float, half_width: float) -> None:
     """Raise unless both may stand in a modulus."""
-    if not 0 <= delta < math.inf:
-        raise ConfigError(f"expected a distance delta >= 0, received {delta}")
-    if not 0 < half_width < math.inf:
-        raise ConfigError(f"expected a positive half_width of the domain, received {half_width}")
+    if not (_is_number(delta) and 0 <= delta < math.inf):
+        raise ConfigError(f"expected a distance delta >= 0, received {delta!r}")
+    if not (_is_number(half_width) and 0 < half_width < math.inf):
+        raise ConfigError(f"expected a positive half_width of the domain, received {half_width!r}")
 
 
 def check_dims(dims: tuple[int, int], least: int = 1) -> None:
@@ -148,5 +155,16 @@ def check_dims(dims: tuple[int, int], least: int = 1) -> None:
 def check_positive(**values: float) -> None:
     """Raise unless every value is a positive, finite number; the keyword is its name in the message."""
     for name, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, Real) or not 0 < value < math.inf:
+        if not (_is_number(value) and 0 < value < math.inf):
             raise ConfigError(f"expected {name} positive and finite, received {value!r}")
+
+
+def check_share(**values: float) -> None:
+    """Raise unless every value is a number between 0 and 1."""
+    for name, value in values.items():
+        if not (_is_number(value) and 0 <= value <= 1):
+            raise ConfigError(f"expected {name} as a share between 0 and 1, received {value!r}")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)

@@ -41,7 +41,7 @@ def named(name: str) -> tuple[System, PairSampler]:
     Raises:
         ConfigError: an unknown name.
     """
-    if name not in _SYSTEMS:
+    if not isinstance(name, str) or name not in _SYSTEMS:
         raise ConfigError(f"expected a system of {', '.join(_SYSTEMS)}, received {name!r}")
     system = _SYSTEMS[name]
     return system, PairSampler(dims=system.dims)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sinkformer.costs import Cost, Matrix, SqEuclidean
 from sinkformer.couplings import Coupling
-from sinkformer.errors import ConfigError, ConvergenceError
+from sinkformer.errors import ConfigError, ConvergenceError, NonFiniteError
 from sinkformer.measures import Measure
 from sinkformer.systems.base import System, check_dims, check_modulus_arguments
 from sinkformer.systems.mixtures import agreement, diagonals, mixed
@@ -70,8 +70,7 @@ class ExactTransport(System):
     def _solve(self, x: Tensor, a: Tensor, y: Tensor, b: Tensor) -> Tensor:
         places, of_row, row_share, masses = _places(x, a)
         others, of_column, column_share, demands = _places(y, b)
-        cost = self.cost(places, others).cpu().numpy()
-        plan, log = ot.emd(masses, demands, cost, numItermax=_MOST_PIVOTS, log=True)
+        plan, log = ot.emd(masses, demands, _scaled(self.cost(places, others)), numItermax=_MOST_PIVOTS, log=True)
         if log["warning"] is not None:
             raise ConvergenceError(f"expected an optimal plan, received from the network simplex: {log['warning']}")
         plan = torch.as_tensor(plan).to(x)
@@ -81,6 +80,16 @@ class ExactTransport(System):
         """Infinite."""
         check_modulus_arguments(delta, half_width)
         return math.inf
+
+
+def _scaled(cost: Tensor) -> np.ndarray:
+    """A cost with the same optimal plans, from 0 to 1: the network simplex stops at an absolute tolerance."""
+    if not bool(torch.isfinite(cost).all()):
+        raise NonFiniteError("expected finite costs, received a NaN or an infinity; scale the points down")
+    cost = cost - cost.amin(1, keepdim=True)
+    cost = cost - cost.amin(0)
+    largest = cost.max()
+    return (cost / largest if largest > 0 else cost).cpu().numpy()
 
 
 @dataclass(frozen=True)

@@ -224,7 +224,7 @@ class Whitened(EntropicSystem):
     def constants(self, half_width: float) -> tuple[float, float]:
         """``(2 R / ridge, 4 R^3 / ridge^2)`` with R = h sqrt(d)."""
         radius = radii(self.dims, half_width)[0]
-        return 2 * radius / self.ridge, 4 * radius**3 / self.ridge**2
+        return 2 * radius / self.ridge, 4 * (radius / self.ridge) * (radius / self.ridge) * radius
 
 
 def _at_atoms(feature_map: FeatureMap, mu: Measure) -> Features:

@@ -36,6 +36,7 @@ class Mixture(System):
 
     Raises:
         ConfigError: two systems of other dimensions, or ``lipschitz`` not positive and finite.
+        DTypeError: parts that are no systems, or a weight that is no function.
     """
 
     first: System
@@ -47,6 +48,13 @@ class Mixture(System):
 
     def __post_init__(self):
         """Check that the two fit together."""
+        for part in (self.first, self.second):
+            if not isinstance(part, System):
+                raise DTypeError(f"expected two systems to mix, received {type(part).__name__}")
+        if not callable(self.weight):
+            raise DTypeError(
+                f"expected the weight of a mixture as a function of two measures, received {self.weight!r}"
+            )
         if tuple(self.first.dims) != tuple(self.second.dims):
             raise ConfigError(f"expected two systems of equal dims, received {self.first.dims} and {self.second.dims}")
         check_positive(lipschitz=self.lipschitz)
@@ -151,7 +159,8 @@ def _mixture_modulus(
     worst = max(system.modulus(delta, half_width=half_width) for system in parts)
     if worst == math.inf:
         return worst
-    excess = worst - delta + lipschitz * delta * fibre(dims, half_width)
+    # Below delta is a modulus that was cut off at the diameter.
+    excess = max(worst - delta, 0.0) + lipschitz * delta * fibre(dims, half_width)
     return bound(delta, excess, dims, half_width)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sinkformer.errors import ConfigError
 from sinkformer.measures import Measure
-from sinkformer.systems.base import check_dims, check_positive
+from sinkformer.systems.base import check_dims, check_positive, check_share
 
 WeightLaw = Literal["uniform", "lognormal", "dirichlet", "mixed"]
 
@@ -64,11 +64,10 @@ class PairSampler:
         _check_range("sizes", self.sizes, int)
         _check_range("clusters", self.clusters, int)
         _check_range("spread", self.spread, (int, float))
-        if self.weights not in get_args(WeightLaw):
+        if not isinstance(self.weights, str) or self.weights not in get_args(WeightLaw):
             raise ConfigError(f"expected weights of {', '.join(get_args(WeightLaw))}, received {self.weights!r}")
         check_positive(half_width=self.half_width)
-        if not 0 <= self.rare <= 1:
-            raise ConfigError(f"expected rare as a share between 0 and 1, received {self.rare}")
+        check_share(rare=self.rare)
 
     def pairs(self, count: int, *, generator: torch.Generator) -> tuple[Measure, Measure]:
         """``count`` independent pairs: two batches ``(count, N)``, padded to N = ``sizes[1]``.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from typing_extensions import TypeIs
 
 from sinkformer.couplings import Coupling
-from sinkformer.errors import ConfigError, ShapeError
+from sinkformer.errors import ConfigError, DTypeError, NonFiniteError, ShapeError, WeightError
 from sinkformer.measures import Measure
 from sinkformer.systems import PairSampler, System, every_pair
 from sinkformer.training.recipes import Recipe
@@ -22,6 +22,8 @@ Data: TypeAlias = tuple[System, PairSampler] | Sequence[Example] | Iterable[Exam
 
 # Streams of random numbers of one seed.
 _TRAINING, _VALIDATION, _ORDER = range(3)
+# How far the total of a target may be from one: half precision, or a solver that stopped early.
+_TOTAL = 1e-3
 
 
 class Batch(NamedTuple):
@@ -43,8 +45,8 @@ def batches(
     """The batches of one process, ``(index, count)``, from a step on."""
     if is_system(data):
         return _drawn(model, data, recipe, seed, step, crew[0])
-    if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
-        return _shuffled(model, data, recipe.batch, seed, step, crew)  # pyright: ignore[reportArgumentType]
+    if _is_sequence(data):
+        return _shuffled(model, data, recipe.batch, seed, step, crew)
     return _iterated(model, data, step)
 
 
@@ -52,8 +54,14 @@ def held_out(model: nn.Module, data: Data, wanted: int | Sequence[Example] | Non
     """The pairs of the validation, as groups of one source and one target."""
     if wanted is None:
         wanted = 64 if is_system(data) else 0
+    if isinstance(wanted, bool) or not (_is_sequence(wanted) or (isinstance(wanted, int) and wanted >= 0)):
+        raise ConfigError(
+            f"expected validation as a whole number >= 0 or a sequence of examples, received {_name(wanted)}"
+        )
     if not isinstance(wanted, int):
-        return _stacked(wanted, model)
+        if not len(wanted):
+            raise ShapeError("expected at least one example in validation, received none; pass 0 for no validation")
+        return _stacked([_triple(wanted[k], f"validation example {k}") for k in range(len(wanted))], model)
     if wanted == 0:
         return None
     if not is_system(data):
@@ -67,7 +75,38 @@ def held_out(model: nn.Module, data: Data, wanted: int | Sequence[Example] | Non
 
 def is_system(data: Any) -> TypeIs[tuple[System, PairSampler]]:
     """Whether data are a system and its sampler."""
-    return isinstance(data, tuple) and len(data) == 2 and isinstance(data[0], System)
+    return (
+        isinstance(data, tuple) and len(data) == 2 and isinstance(data[0], System) and isinstance(data[1], PairSampler)
+    )
+
+
+def check_data(data: Any) -> None:
+    """Raise unless data are of one of the three kinds; the examples themselves are checked as they are used."""
+    parts = tuple(data) if isinstance(data, (tuple, list)) else (data,)
+    if not is_system(data) and any(isinstance(part, (System, PairSampler)) for part in parts):
+        raise DTypeError(
+            f"expected a system and its sampler as a tuple (system, PairSampler(dims=system.dims)), received {_name(data)}"
+        )
+    if any(isinstance(part, Measure) for part in parts):
+        raise DTypeError(
+            f"expected a sequence of triples (mu, nu, target), received {_name(data)}; put one into a list"
+        )
+    if isinstance(data, (str, bytes, Mapping)) or not (_is_sequence(data) or isinstance(data, Iterable)):
+        raise DTypeError(
+            f"expected data as (system, sampler), a sequence of examples or an iterable of batches, received {_name(data)}"
+        )
+
+
+def _is_sequence(data: Any) -> TypeIs[Sequence]:
+    return hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, (str, bytes, Mapping))
+
+
+def _name(value: Any) -> str:
+    """A value for a message."""
+    if isinstance(value, (tuple, list)):
+        inside = ", ".join(type(part).__name__ for part in value[:4])
+        return f"a {type(value).__name__} of {inside or 'nothing'}"
+    return repr(value) if value is None or isinstance(value, (int, float, str)) else type(value).__name__
 
 
 def _drawn(model: nn.Module, data: tuple[System, PairSampler], recipe: Recipe, seed: int, step: int, index: int):
@@ -91,7 +130,8 @@ def _shuffled(model: nn.Module, data: Sequence[Example], size: int, seed: int, s
         order = torch.randperm(len(data), generator=_generator(seed, _ORDER, epoch)).tolist()
         chosen = order[place * size : (place + 1) * size]
         # In a last batch of fewer examples than processes, the later ones repeat the first.
-        yield _stacked([data[k] for k in chosen[index::count] or chosen[:1]], model)
+        mine = chosen[index::count] or chosen[:1]
+        yield _stacked([_triple(data[k], f"example {k}") for k in mine], model)
         step += 1
 
 
@@ -99,10 +139,12 @@ def _iterated(model: nn.Module, data: Iterable[Example], step: int):
     """Batches as they come, over and over; those before ``step`` are passed over."""
     while True:
         empty = True
-        for mu, nu, target in data:
+        for number, batch in enumerate(data):
             empty, step = False, step - 1
             if step < 0:
-                yield _moved(mu[:, None], nu[:, None], _dense(target)[:, None, None], model)
+                mu, nu, target, place = _triple(batch, f"batch {number}", axes=1)
+                _check_masses(target, mu, nu, [f"{place}, index {k}" for k in range(len(target))])
+                yield _moved(mu[:, None], nu[:, None], target[:, None, None], model)
         if empty:
             raise ShapeError("expected batches, received an iterable without any (a generator can be used once only)")
 
@@ -114,23 +156,79 @@ def _generator(seed: int, *path: int) -> torch.Generator:
 
 def _labelled(system: System, mu: Measure, nu: Measure, model: nn.Module) -> Batch:
     """A block with the couplings of a system."""
-    return _moved(mu, nu, system(*every_pair(mu, nu)).to_dense().detach(), model)
+    sources, targets = every_pair(mu, nu)
+    plans = system(sources, targets).to_dense().detach()
+    places = [f"pair {k} of {system.name}" for k in range(plans[..., 0, 0].numel())]
+    sources, targets = (side.map(lambda t: t.flatten(0, 2)) for side in (sources, targets))
+    _check_masses(plans.flatten(0, 2), sources, targets, places)
+    return _moved(mu, nu, plans, model)
 
 
-def _stacked(examples: Sequence[Example], model: nn.Module) -> Batch:
+class _Checked(NamedTuple):
+    """An example or a batch, the target as a matrix, and what to call it in a message."""
+
+    mu: Measure
+    nu: Measure
+    target: Tensor
+    place: str
+
+
+def _triple(example: Any, place: str, axes: int = 0) -> _Checked:
+    """An example, or a batch of them if ``axes`` is 1, whose types and shapes fit together."""
+    if not isinstance(example, (tuple, list)) or len(example) != 3:
+        raise ShapeError(f"expected {place} as a triple (mu, nu, target), received {_name(example)}")
+    mu, nu, target = example
+    for side in (mu, nu):
+        if not isinstance(side, Measure):
+            raise DTypeError(f"expected measures in {place}, received {_name(side)}")
+        if len(side.batch_shape) != axes:
+            wanted = "a batch (B,) of measures" if axes else "single measures"
+            raise ShapeError(f"expected {wanted} in {place}, received the batch shape {tuple(side.batch_shape)}")
+    if isinstance(target, Coupling):
+        target = target.to_dense()
+    if not isinstance(target, Tensor) or not target.is_floating_point():
+        received = target.dtype if isinstance(target, Tensor) else _name(target)
+        raise DTypeError(
+            f"expected the target of {place} as a coupling or a floating-point tensor, received {received}"
+        )
+    if mu.batch_shape != nu.batch_shape or target.shape != (*mu.batch_shape, mu.n, nu.n):
+        wanted = (*mu.batch_shape, mu.n, nu.n)
+        raise ShapeError(f"expected a target of shape {wanted} in {place}, received {tuple(target.shape)}")
+    return _Checked(mu, nu, target.detach(), place)
+
+
+def _check_masses(target: Tensor, mu: Measure, nu: Measure, places: Sequence[str]) -> None:
+    """Raise unless targets ``(B, n, m)`` are probabilities on the pairs of atoms that have weight."""
+    total = target.double().sum((-1, -2))
+    live = ((mu.weights > 0).unsqueeze(-1) & (nu.weights > 0).unsqueeze(-2)).to(target.device)
+    inside = torch.where(live, target, 0.0)
+    bad = ~(((total - 1).abs() <= _TOTAL) & (target >= 0).all(-1).all(-1) & (inside == target).all(-1).all(-1))
+    if not bool(bad.any()):
+        return
+    k = int(bad.nonzero()[0])
+    plan, place = target[k], places[k]
+    if not bool(torch.isfinite(plan).all()):
+        raise NonFiniteError(f"expected a finite target in {place}, received a NaN or an infinity")
+    if not bool((plan >= 0).all()):
+        raise WeightError(f"expected a target >= 0 in {place}, received {float(plan.min()):.6g}")
+    if not bool((inside[k] == plan).all()):
+        surplus = float((plan - inside[k]).sum())
+        raise WeightError(
+            f"expected no mass on atoms of weight zero in {place}, received a target with {surplus:.3g} there"
+        )
+    raise WeightError(
+        f"expected a target of total one in {place}, received {float(total[k]):.6g}; divide it by its sum"
+    )
+
+
+def _stacked(examples: Sequence[_Checked], model: nn.Module) -> Batch:
     """Single pairs, padded to one batch."""
-    mu, nu = Measure.stack([pair[0] for pair in examples]), Measure.stack([pair[1] for pair in examples])
+    mu, nu = Measure.stack([pair.mu for pair in examples]), Measure.stack([pair.nu for pair in examples])
     target = torch.zeros(len(examples), mu.n, nu.n, dtype=torch.float64)
-    for k, (one, other, plan) in enumerate(examples):
-        if _dense(plan).shape != (one.n, other.n):
-            received = tuple(_dense(plan).shape)
-            raise ShapeError(f"expected a target of shape {(one.n, other.n)} in example {k}, received {received}")
-        target[k, : one.n, : other.n] = _dense(plan)
+    for k, (one, other, plan, _) in enumerate(examples):
+        target[k, : one.n, : other.n] = plan
+    _check_masses(target, mu, nu, [pair.place for pair in examples])
     return _moved(mu[:, None], nu[:, None], target[:, None, None], model)
-
-
-def _dense(target: Coupling | Tensor) -> Tensor:
-    return target.to_dense().detach() if isinstance(target, Coupling) else target.detach()
 
 
 def _moved(mu: Measure, nu: Measure, target: Tensor, model: nn.Module) -> Batch:

@@ -61,7 +61,10 @@ class Store:
     def __init__(self, folder: Path, settings: dict[str, Any], writes: bool):
         """Make the folder."""
         self.folder, self.settings, self.writes = folder, json.loads(json.dumps(settings)), writes
-        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except (FileExistsError, NotADirectoryError) as error:
+            raise ConfigError(f"expected a folder for checkpoints, received {folder}: {error.strerror}") from error
 
     def newest(self) -> Path | None:
         """The newest checkpoint."""

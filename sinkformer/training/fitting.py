@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -15,13 +16,13 @@ from torch import nn
 
 from sinkformer.errors import ConfigError, NonFiniteError
 from sinkformer.models import SinkhornTransformer
-from sinkformer.training.batches import Batch, Data, Example, batches, held_out, is_system
+from sinkformer.training.batches import Batch, Data, Example, batches, check_data, held_out, is_system
 from sinkformer.training.checkpoints import State, Store
 from sinkformer.training.muon import Muon
 from sinkformer.training.objective import backward, loss_of
 from sinkformer.training.processes import Crew, deferred_interrupt
 from sinkformer.training.progress import bar
-from sinkformer.training.recipes import History, Recipe
+from sinkformer.training.recipes import History, Recipe, is_number
 
 # Matrices whose names contain one of these take Muon's steps: those between the first and the last layer.
 _INNER = (".blocks.", ".summary.")
@@ -75,13 +76,18 @@ def fit(
 
     Raises:
         ConfigError: arguments outside their range; a folder with checkpoints of another run, or without ``resume``.
-        NonFiniteError: a loss or a gradient is not a number. Names the step and where the weights before it are.
+        NonFiniteError: a target, a loss or a gradient is not a number. Names the step and where the weights before it are.
         MissingExtraError: ``accelerate`` is asked for and not installed.
         ModelError: a damaged checkpoint.
-        ShapeError: no example, or a target of another shape than its measures.
+        DTypeError: data of none of the three kinds; a target that is no coupling and no floating-point tensor; a loss that
+            is no tensor.
+        ShapeError: no example, one that is no triple, or a target of another shape than its measures.
+        WeightError: a target that is negative, whose total is not one within 1e-3, or that has mass on atoms of weight zero.
+            Names the example, or the batch and the index.
         KeyboardInterrupt: interrupted, after the step was finished and a checkpoint written.
     """
     _check(model, recipe, steps, seconds, folder, resume)
+    check_data(data)
     if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
         raise ConfigError(f"expected a seed >= 0, received {seed!r}")
     counts = {"validate_every": validate_every, "record_every": record_every, "checkpoint_every": checkpoint_every}
@@ -89,6 +95,10 @@ def fit(
     crew = Crew(accelerate)
     run = _Run(model, recipe, crew, steps, seconds)
     unseen = held_out(model, data, validation, seed)
+    if patience is not None and unseen is None:
+        raise ConfigError(
+            f"expected a validation with patience={patience}, received none; pass validation=64 or examples"
+        )
     store = None
     if folder is not None:
         settings = asdict(model.config) | {f"recipe.{name}": value for name, value in recipe.described().items()}
@@ -216,6 +226,8 @@ class _Run(State):
 def _check(model, recipe: Recipe, steps: int | None, seconds: float | None, folder, resume: bool) -> None:
     if not isinstance(model, SinkhornTransformer):
         raise ConfigError(f"expected a SinkhornTransformer, received {type(model).__name__}")
+    if not isinstance(recipe, Recipe):
+        raise ConfigError(f"expected a Recipe, received {recipe!r}")
     if recipe.loss == "fenchel_young" and model.config.head != "sinkhorn":
         raise ConfigError(
             f"expected the head 'sinkhorn' for the loss 'fenchel_young', received {model.config.head!r}; "
@@ -223,8 +235,10 @@ def _check(model, recipe: Recipe, steps: int | None, seconds: float | None, fold
         )
     if steps is None and seconds is None:
         raise ConfigError("expected a budget in steps or seconds, received neither")
-    if seconds is not None and not 0 < seconds < math.inf:
-        raise ConfigError(f"expected a positive, finite number of seconds, received {seconds}")
+    if seconds is not None and not (is_number(seconds) and 0 < seconds < math.inf):
+        raise ConfigError(f"expected a positive, finite number of seconds, received {seconds!r}")
+    if folder is not None and not isinstance(folder, (str, os.PathLike)):
+        raise ConfigError(f"expected a folder as a path, received {folder!r}")
     if resume and folder is None:
         raise ConfigError("expected a folder to resume from, received None")
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from sinkformer import ops
 from sinkformer._numerics import potential_dtype, relative_entropy, safe_divide, safe_log
+from sinkformer.errors import ConfigError, DTypeError
 from sinkformer.measures import Measure
 from sinkformer.models import SinkhornTransformer
 from sinkformer.solvers import sinkhorn
@@ -92,6 +94,11 @@ def backward(model: SinkhornTransformer, batch: Batch, recipe: Recipe, log_scale
     model.zero_grad()
     if callable(recipe.loss):
         loss = _own_loss(model, batch, recipe.loss, log_scale, recipe.bfloat16).mean()
+        if not loss.requires_grad:
+            raise ConfigError(
+                "expected a loss that depends on the model's parameters, received one without a gradient; "
+                "compute it from the coupling with torch, without .detach() or .item()"
+            )
         loss.backward()
         return loss.item()
     scale, (mu, nu, target) = math.exp(log_scale), batch
@@ -127,7 +134,11 @@ def _own_loss(model: SinkhornTransformer, batch: Batch, loss: Loss, log_scale: f
     mu, nu, target = batch.pairs()
     with _autocast(mu, bfloat16):
         pi = model.sharpened(math.exp(log_scale - model.config.log_scale))(mu, nu, on_failure="ignore")
-    return loss(pi, target)
+    value: Any = loss(pi, target)
+    if not isinstance(value, Tensor) or not value.is_floating_point():
+        received = value.dtype if isinstance(value, Tensor) else type(value).__name__
+        raise DTypeError(f"expected a loss that returns a floating-point tensor (B), received {received}")
+    return value
 
 
 def _autocast(mu: Measure, bfloat16: bool) -> torch.autocast:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
+from numbers import Real
 from typing import Any, Literal, TypeAlias
 
 from torch import Tensor
@@ -13,6 +14,11 @@ from sinkformer.couplings import EntropicCoupling
 from sinkformer.errors import ConfigError
 
 Loss: TypeAlias = Callable[[EntropicCoupling, Tensor], Tensor]
+
+# Larger steps leave the range of any weight that trains.
+_LARGEST_RATE = 100.0
+# That of a model's own.
+_LARGEST_LOG_SCALE = 50.0
 
 
 @dataclass(frozen=True)
@@ -24,15 +30,15 @@ class Recipe:
         groups, sources, targets: a block of fresh data has ``groups`` times ``sources`` by ``targets`` pairs.
         batch: pairs of a step, for a sequence of examples.
         optimizer: ``"muon"`` for the matrices of blocks and summaries with AdamW for the rest; ``"adamw"`` for all.
-        rate: learning rate of AdamW, which does not decay weights.
-        matrix_rate, matrix_decay: learning rate and decoupled weight decay of Muon.
+        rate: learning rate of AdamW, which does not decay weights; up to 100.
+        matrix_rate, matrix_decay: learning rate, up to 100, and decoupled weight decay of Muon.
         warmup: share of the budget in which learning rates rise from zero; then they fall to zero by a cosine.
         clip: largest norm of the gradient.
         average: decay of the exponential moving average of the weights (bias-corrected), which is what comes out. Its memory,
             1 / (1 - average) steps, must be short beside the budget: older weights are worse.
         gauge: penalty on the means of rows and columns of the logits, which change no coupling.
         log_scale: the model's ``log_scale`` at the start, from which training goes linearly to the configured one in the
-            share ``annealed`` of the budget; None keeps it where it is.
+            share ``annealed`` of the budget; between -50 and 50. None keeps it where it is.
         annealed: see ``log_scale``.
         tolerance: L1 marginal error at which the solver within the loss "fenchel_young" stops.
         max_iterations: most sweeps and Newton steps it makes.
@@ -68,21 +74,37 @@ class Recipe:
         if self.optimizer not in ("muon", "adamw"):
             raise ConfigError(f"expected optimizer 'muon' or 'adamw', received {self.optimizer!r}")
         for name in ("groups", "sources", "targets", "batch", "max_iterations"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"expected {name} >= 1, received {getattr(self, name)}")
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(f"expected {name} as a whole number >= 1, received {value!r}")
         for name in ("rate", "matrix_rate", "matrix_decay", "gauge", "tolerance"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ConfigError(f"expected {name} >= 0 and finite, received {getattr(self, name)}")
+            if not (is_number(value := getattr(self, name)) and 0 <= value < math.inf):
+                raise ConfigError(f"expected {name} >= 0 and finite, received {value!r}")
+        for name in ("rate", "matrix_rate"):
+            if getattr(self, name) > _LARGEST_RATE:
+                raise ConfigError(f"expected {name} up to {_LARGEST_RATE:g}, received {getattr(self, name)}")
         for name in ("warmup", "average", "annealed"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ConfigError(f"expected {name} from 0 to below 1, received {getattr(self, name)}")
-        if not self.clip > 0:
-            raise ConfigError(f"expected clip > 0, received {self.clip}")
+            if not (is_number(value := getattr(self, name)) and 0 <= value < 1):
+                raise ConfigError(f"expected {name} from 0 to below 1, received {value!r}")
+        if not (is_number(self.clip) and self.clip > 0):
+            raise ConfigError(f"expected clip > 0, received {self.clip!r}")
+        if self.log_scale is not None and not (is_number(self.log_scale) and abs(self.log_scale) <= _LARGEST_LOG_SCALE):
+            raise ConfigError(
+                f"expected log_scale from -{_LARGEST_LOG_SCALE:g} to {_LARGEST_LOG_SCALE:g}, or None, "
+                f"received {self.log_scale!r}"
+            )
+        if not isinstance(self.bfloat16, bool):
+            raise ConfigError(f"expected bfloat16 as True or False, received {self.bfloat16!r}")
 
     def described(self) -> dict[str, Any]:
         """The attributes as JSON has them; a loss by its name."""
         named = "fenchel_young" if self.loss == "fenchel_young" else getattr(self.loss, "__qualname__", repr(self.loss))
         return asdict(replace(self, loss="fenchel_young")) | {"loss": named}
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is a real number and no bool."""
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 @dataclass
