@@ -354,8 +354,8 @@ class EntropicCoupling(Coupling):
         terms = terms + torch.where(a > 0, f.abs(), 0.0).amax(-1) + torch.where(b > 0, g.abs(), 0.0).amax(-1)
         gap = self.detach()._rounded_gap().clamp_min(0.0) + 4e-15 * (terms + self.epsilon)
         tv = (gap / (2 * self.epsilon)).sqrt().clamp_max(1.0)
-        diameter = torch.minimum(_diameter(self.source), _diameter(self.target))
-        return Certificate(gap, diameter, diameter * tv, tv)
+        smaller = torch.minimum(diameter(self.source), diameter(self.target))
+        return Certificate(gap, smaller, smaller * tv, tv)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -454,7 +454,7 @@ def _points_themselves(measure: Measure, points: Tensor) -> Tensor:
     return points
 
 
-def _diameter(mu: Measure) -> Tensor:
+def diameter(mu: Measure) -> Tensor:
     """Largest Euclidean distance of two atoms of positive weight, ``(*batch)``, float64; for many atoms a bound of it."""
     x = mu.points.detach().to(potential_dtype(mu.device))
     live = mu.weights > 0

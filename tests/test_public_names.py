@@ -62,6 +62,7 @@ ROOMS = {
         "DenseCoupling",
         "EntropicCoupling",
         "RoundedCoupling",
+        "diameter",
     },
     plans: {"Conditional", "Plan", "TopK"},
     encoders: {"Block", "Encoder", "GatedMLP", "MeasureAttention", "Moments"},

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sinkformer._typing import PerProblem, PlanMatrix
-from sinkformer.couplings import Coupling
+from sinkformer.couplings import Coupling, diameter
 from sinkformer.errors import ConfigError, DeviceError, DTypeError, NonFiniteError, ShapeError, WeightError
 from sinkformer.measures import Measure
 
@@ -66,7 +66,7 @@ class Pairs:
     @property
     def diameters(self) -> tuple[PerProblem, PerProblem]:
         """Diameters of X and of Y over the atoms of every pair, ``(B)`` each."""
-        return _diameters(self.sources)[self.source_index], _diameters(self.targets)[self.target_index]
+        return diameter(self.sources)[self.source_index], diameter(self.targets)[self.target_index]
 
     @classmethod
     def of(cls, couplings: Sequence[Coupling]) -> Pairs:
@@ -185,10 +185,3 @@ def _checked(pi: Any, k: int) -> PlanMatrix:
             f"solve more accurately, or round with .rounded()"
         )
     return plan
-
-
-def _diameters(measures: Measure) -> Tensor:
-    """Largest distance of two live atoms, ``(I)``."""
-    live = measures.weights > 0
-    distances = torch.cdist(measures.points, measures.points, compute_mode="donot_use_mm_for_euclid_dist")
-    return distances.masked_fill(~(live.unsqueeze(-1) & live.unsqueeze(-2)), 0.0).amax((-1, -2))
