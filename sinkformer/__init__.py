@@ -27,6 +27,7 @@ from sinkformer.solvers import sinkhorn as sinkhorn
 if TYPE_CHECKING:
     from sinkformer import approximation as approximation
     from sinkformer import evaluation as evaluation
+    from sinkformer import interpolation as interpolation
     from sinkformer import losses as losses
     from sinkformer import metrics as metrics
     from sinkformer import plots as plots
@@ -42,7 +43,18 @@ if TYPE_CHECKING:
 __version__ = _version("sinkformer")
 
 # Loaded when first asked for: they bring heavier imports.
-_ROOMS = ("approximation", "evaluation", "losses", "metrics", "plots", "systems", "testing", "text", "training")
+_ROOMS = (
+    "approximation",
+    "evaluation",
+    "interpolation",
+    "losses",
+    "metrics",
+    "plots",
+    "systems",
+    "testing",
+    "text",
+    "training",
+)
 _NAMES = {
     "SinkhornTransformer": "models",
     "SinkhornTransformerConfig": "models",

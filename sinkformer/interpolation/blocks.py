@@ -1,0 +1,170 @@
+"""The blocks of a constructed network, as exact numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from typing import TYPE_CHECKING, Literal
+
+from sinkformer.interpolation.rationals import fraction, rational
+from sinkformer.interpolation.vectors import Functional, Space, Vector, combination
+
+if TYPE_CHECKING:
+    from sinkformer.interpolation.rationals import Rational
+
+Kind = Literal["hardmax", "softmax"]
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """One block: ``x -> eta x + sum_k W_k relu(<U, x> + b_k)``, then ``x_i -> rho x_i + beta sum_l pi_il x_l``.
+
+    The neurons of a block share one functional U. The attention's scores are ``<A x_i, x_l>`` with ``A = alpha I + p q^T``.
+
+    Attributes:
+        phase: what the block does.
+        eta: factor of the identity in the feed-forward layer.
+        functional: U.
+        biases: the b_k.
+        columns: the W_k.
+        rho: factor of the identity in the attention layer.
+        beta: factor of the attended value.
+        alpha: factor of the identity in A.
+        p: left vector of the rank-one part of A.
+        q: right vector.
+    """
+
+    phase: str
+    eta: Rational
+    functional: Functional = field(default_factory=dict)
+    biases: tuple[Rational, ...] = ()
+    columns: tuple[Vector, ...] = ()
+    rho: Rational = None  # type: ignore[assignment]
+    beta: Rational = None  # type: ignore[assignment]
+    alpha: Rational = None  # type: ignore[assignment]
+    p: Functional = field(default_factory=dict)
+    q: Functional = field(default_factory=dict)
+
+    @property
+    def width(self) -> int:
+        """Number of neurons."""
+        return len(self.biases)
+
+    @property
+    def attends(self) -> bool:
+        """Whether the attention layer does anything."""
+        return self.beta != 0 or self.rho != 1
+
+    @property
+    def pools(self) -> bool:
+        """Whether every token attends to all tokens alike: A = 0."""
+        return self.alpha == 0 and not (self.p and self.q)
+
+    def attending(self, rho: Rational, beta: Rational, alpha: Rational, p: Functional, q: Functional) -> Block:
+        """The same feed-forward layer, followed by this attention."""
+        return replace(self, rho=rho, beta=beta, alpha=alpha, p=p, q=q)
+
+    def pieces(self) -> list[tuple[Rational | None, Rational | None, Vector, Vector]]:
+        """The feed-forward layer as a piecewise affine map of ``s = <U, x>``.
+
+        Returns:
+            For every piece ``(lower, upper, slope, offset)``: where ``lower <= s <= upper``, x becomes
+            ``eta x + slope s + offset``. None is an infinite end.
+        """
+        neurons = sorted(zip(self.biases, self.columns, strict=True), key=lambda neuron: -neuron[0])
+        one = rational(1)
+        kinks = [-bias for bias, _ in neurons]
+        ends = [None, *kinks, None]
+        slope: Vector = {}
+        offset: Vector = {}
+        found: list[tuple[Rational | None, Rational | None, Vector, Vector]] = [(None, ends[1], slope, offset)]
+        for k, (bias, column) in enumerate(neurons):
+            slope = combination([(one, slope), (one, column)])
+            offset = combination([(one, offset), (bias, column)])
+            found.append((ends[k + 1], ends[k + 2], slope, offset))
+        return [piece for piece in found if piece[0] is None or piece[1] is None or piece[0] < piece[1]]
+
+
+def feed_forward(
+    phase: str, eta: Rational | int, functional: Functional, neurons: Sequence[tuple[Rational, Vector]]
+) -> Block:
+    """A block whose attention is the identity; a neuron is a bias and a column."""
+    one, zero = rational(1), rational(0)
+    return Block(
+        phase, rational(eta), functional, tuple(b for b, _ in neurons), tuple(w for _, w in neurons), one, zero, zero
+    )
+
+
+def identity() -> Block:
+    """The block that does nothing."""
+    return feed_forward("identity", 1, {}, ())
+
+
+@dataclass(frozen=True)
+class ExactBlock:
+    """A block with every entry of its matrices, for checks that share no code with the construction.
+
+    ``FF(x) = eta x + W relu(U x + b)``; ``SA_i(X) = rho x_i + beta sum_l pi_il x_l``, scores ``<(alpha I + p q^T) x_i, x_l>``.
+
+    Attributes:
+        phase: what the block does.
+        kind: ``"hardmax"`` or ``"softmax"``.
+        tau: temperature of the softmax.
+        eta: a fraction.
+        U: ``(width, d)`` rows of fractions.
+        b: ``(width)``.
+        W: ``(d, width)``.
+        rho: a fraction.
+        beta: a fraction.
+        alpha: a fraction.
+        p: ``(d)``.
+        q: ``(d)``.
+    """
+
+    phase: str
+    kind: Kind
+    tau: Fraction
+    eta: Fraction
+    U: tuple[tuple[Fraction, ...], ...]
+    b: tuple[Fraction, ...]
+    W: tuple[tuple[Fraction, ...], ...]
+    rho: Fraction
+    beta: Fraction
+    alpha: Fraction
+    p: tuple[Fraction, ...]
+    q: tuple[Fraction, ...]
+
+
+class ExactBlocks(Sequence[ExactBlock]):
+    """The blocks of a network with all their entries, written out when asked for."""
+
+    def __init__(self, blocks: Sequence[Block], space: Space, kind: Kind, tau: Rational):
+        self._blocks, self._space, self._tau = blocks, space, fraction(tau)
+        self._kind: Kind = kind
+
+    def __len__(self) -> int:
+        """Number of blocks."""
+        return len(self._blocks)
+
+    def __getitem__(self, index):
+        """Block ``index``, or a list of blocks for a slice."""
+        if isinstance(index, slice):
+            return [self[k] for k in range(len(self))[index]]
+        block, dense = self._blocks[index], self._space.dense
+        functional = dense(block.functional)
+        columns = tuple(map(dense, block.columns))
+        return ExactBlock(
+            block.phase,
+            self._kind,
+            self._tau,
+            fraction(block.eta),
+            (functional,) * block.width,
+            tuple(map(fraction, block.biases)),
+            tuple(zip(*columns, strict=True)) if columns else ((),) * self._space.pairs.d,
+            fraction(block.rho),
+            fraction(block.beta),
+            fraction(block.alpha),
+            dense(block.p),
+            dense(block.q),
+        )

@@ -1,0 +1,421 @@
+"""``construct``: runs the phases, keeps the ledger, pads to the theorem's number of blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from decimal import Decimal
+from fractions import Fraction
+from functools import cached_property
+from math import nextafter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from sinkformer.errors import ConfigError, ModelError, ShapeError
+from sinkformer.interpolation import files
+from sinkformer.interpolation.blocks import Block, ExactBlocks, Kind, identity
+from sinkformer.interpolation.comparison import block_parameters, theorem_blocks
+from sinkformer.interpolation.datasets import SequencePairs, read_tokens, scalar
+from sinkformer.interpolation.exporting import Export, export, points, unit_roundoff
+from sinkformer.interpolation.layers import TokenTransformer
+from sinkformer.interpolation.ledger import Entry, Ledger, entry
+from sinkformer.interpolation.phases.collapse import collapse
+from sinkformer.interpolation.phases.groups import cut, knots, lattice, ramps_below
+from sinkformer.interpolation.phases.leaders import select_leaders
+from sinkformer.interpolation.phases.projection import ceiling, project
+from sinkformer.interpolation.phases.reduction import reduce_to_line
+from sinkformer.interpolation.phases.separation import Statistic, separate
+from sinkformer.interpolation.phases.targets import interpolate, ramps_at
+from sinkformer.interpolation.precision import predicted_error
+from sinkformer.interpolation.rationals import floor_power, fraction, nearest, rational
+from sinkformer.interpolation.vectors import Space, vector
+from sinkformer.interpolation.verification import Certificate
+
+if TYPE_CHECKING:
+    from sinkformer.interpolation.rationals import Rational
+
+Method = Literal["auto", "paper", "direct", "two-pass", "knots"]
+Request = Literal["for_float", "for_exact"]
+
+_FLOAT_ERROR = 1e-13  # of max |Y|: what "for_float" asks of the weights in float64
+
+
+@dataclass(frozen=True, eq=False)
+class Interpolant:
+    """A network that maps every source to its target, as sets, exactly.
+
+    Attributes:
+        pairs: the data.
+        kind: ``"hardmax"`` or ``"softmax"``.
+        tau: temperature of the softmax, exactly; without effect for hardmax, and where ``tau_star`` is None.
+        tau_star: the network interpolates at every temperature in ``(0, tau_star]``; None: at every temperature.
+        method: the construction.
+        blocks: exact, in compact form; ``exact_blocks`` has their matrices.
+        ledger: what every phase assumed, chose and had to satisfy.
+    """
+
+    pairs: SequencePairs
+    kind: Kind
+    tau: Fraction
+    tau_star: Fraction | None
+    method: str
+    blocks: tuple[Block, ...]
+    ledger: Ledger
+
+    def __repr__(self) -> str:
+        """Sizes."""
+        return f"Interpolant({self.method}, {self.kind}, L={self.L}, width={self.width}, P={self.parameters}, {self.pairs})"
+
+    @property
+    def L(self) -> int:
+        """Number of blocks."""
+        return len(self.blocks)
+
+    @property
+    def width(self) -> int:
+        """Largest number of neurons of a block."""
+        return max(block.width for block in self.blocks)
+
+    @property
+    def parameters(self) -> int:
+        """Number of parameters, ``(10 d + 8) L``: four neurons in every block, zeros included."""
+        return block_parameters(self.pairs.d) * self.L
+
+    @cached_property
+    def space(self) -> Space:
+        """The vectors of the data."""
+        return Space(self.pairs)
+
+    @cached_property
+    def exact_blocks(self) -> ExactBlocks:
+        """The blocks with every entry of their matrices as ``fractions.Fraction``, written out when asked for."""
+        return ExactBlocks(self.blocks, self.space, self.kind, rational(self.tau))
+
+    @cached_property
+    def certificate(self) -> Certificate:
+        """What can be checked: the blocks, and the data they shall interpolate."""
+        return Certificate(self.pairs, self.blocks, self.kind, rational(self.tau))
+
+    @property
+    def model(self) -> TokenTransformer:
+        """The network as a torch module in float64; ``export`` has its error, and other formats.
+
+        Raises:
+            PrecisionError: float64 cannot hold it.
+        """
+        return self._float64.model
+
+    @cached_property
+    def _float64(self) -> Export:
+        return export(self.pairs, self.blocks, self.kind, self.tau, torch.float64)
+
+    def export(self, dtype: torch.dtype = torch.float64) -> Export:
+        """The network in floating point, with its predicted error, and its measured error on the data.
+
+        Args:
+            dtype: ``torch.float64`` or ``torch.float32``.
+
+        Raises:
+            PrecisionError: the error, predicted or measured, is more than half the digits of the format; the message names the
+                narrowest gap. Or a number is beyond the range of the format.
+            ConfigError: another dtype.
+        """
+        if dtype == torch.float64:
+            return self._float64
+        return export(self.pairs, self.blocks, self.kind, self.tau, dtype)
+
+    def predicted_error(self, dtype: torch.dtype = torch.float64) -> float:
+        """Estimate of the largest error of a coordinate after rounding to a format, in units of max |Y|.
+
+        Raises:
+            ConfigError: neither ``torch.float64`` nor ``torch.float32``.
+        """
+        return predicted_error(self.pairs, self.blocks, self.kind, float(self.tau), unit_roundoff(dtype))
+
+    def trace(self, x: Any) -> list[Stage]:
+        """Where the tokens of a sequence are after every block, in float64.
+
+        Args:
+            x: ``(n, d)``, of any kind that ``SequencePairs`` takes; of the data, or another.
+
+        Raises:
+            ShapeError, NonFiniteError, DTypeError: no sequence of tokens of the data's dimension.
+            PrecisionError: float64 cannot hold the network.
+        """
+        tokens = read_tokens(x, "x")
+        if tokens.dim != self.pairs.d:
+            raise ShapeError(f"expected tokens with {self.pairs.d} coordinates, received {tokens.dim}")
+        start = points(tokens)
+        with torch.no_grad():
+            after = self.model.trace(start)
+        stages = [Stage(k, block.phase, x) for k, (block, x) in enumerate(zip(self.blocks, after, strict=True))]
+        return [Stage(-1, "input", start), *stages]
+
+    def save(self, folder: str | Path, dtype: torch.dtype = torch.float64) -> Export:
+        """Write the module (``model.safetensors``, ``config.json``) and ``certificate.json``, with data, exact blocks and ledger.
+
+        ``TokenTransformer.load`` reads the module, ``load`` the exact network.
+
+        Returns:
+            The export that was written.
+
+        Raises:
+            PrecisionError, ConfigError: of ``export``.
+        """
+        found = self.export(dtype)
+        found.model.save(folder)
+        verdict = self.certificate.check()
+        files.write(
+            Path(folder),
+            {
+                "data": files.data_to_json(self.pairs),
+                "kind": self.kind,
+                "tau": str(self.tau),
+                "tau_star": None if self.tau_star is None else str(self.tau_star),
+                "method": self.method,
+                "blocks": list(map(files.block_to_json, self.blocks)),
+                "ledger": self.ledger.to_dict(),
+                "verdict": {"status": verdict.status, "reason": verdict.reason, "precision": verdict.precision},
+                "export": {"dtype": str(dtype), "predicted": found.predicted, "measured": found.measured},
+            },
+        )
+        return found
+
+
+@dataclass(frozen=True, eq=False)
+class Stage:
+    """Tokens after a block.
+
+    Attributes:
+        block: its number; -1 is the input.
+        phase: what the block does.
+        points: ``(n, d)``, float64.
+    """
+
+    block: int
+    phase: str
+    points: Tensor
+
+
+def load(folder: str | Path) -> Interpolant:
+    """The exact network that ``Interpolant.save`` wrote. Nothing in the file is believed: ``certificate.check()`` proves it anew.
+
+    Raises:
+        ModelError: no certificate there, or a damaged one.
+        MissingExtraError: python-flint is not installed.
+    """
+    contents = files.read(Path(folder))
+    try:
+        pairs = SequencePairs(contents["data"]["X"], contents["data"]["Y"])
+        star = None if contents["tau_star"] is None else Fraction(contents["tau_star"])
+        tau, kind, method = Fraction(contents["tau"]), contents["kind"], str(contents["method"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise ModelError(
+            f"expected a certificate in {folder}, received a damaged one: {error}; save it again"
+        ) from error
+    if kind not in get_args(Kind):
+        raise ModelError(
+            f"expected hardmax or softmax in the certificate in {folder}, received {kind!r}; save it again"
+        )
+    blocks = tuple(map(files.block_from_json, contents["blocks"]))
+    return Interpolant(pairs, kind, tau, star, method, blocks, files.ledger_from_json(contents["ledger"]))
+
+
+def construct(
+    X: Iterable[Any] | SequencePairs,
+    Y: Iterable[Any] | None = None,
+    *,
+    attention: Kind = "hardmax",
+    method: Method = "auto",
+    request: Request = "for_float",
+    statistic: Statistic = "mean",
+    tau: float | Fraction | None = None,
+    seed: int = 0,
+) -> Interpolant:
+    """Write down a transformer that maps every sequence X_j to Y_j, as sets, exactly (arXiv 2502.02270).
+
+    Methods, with K the number of all target tokens, N of pairs, and S <= N - 1 the blocks that separate the sequences:
+
+    - ``"paper"``: the four phases of the paper, padded to its number of blocks: Theorem 1.6, hardmax, ``2K + 2N + 1``;
+      Theorem 1.8, softmax at every temperature up to tau*, ``2K + 3N``. Needs ``d >= 2``.
+    - ``"direct"``: ours. Neighbourhoods on a line go to their targets, two in a block: ``max(1, S) + ceil(K / 2)`` blocks, any d,
+      hardmax and softmax at every temperature.
+    - ``"two-pass"``: first to an even lattice, one neighbourhood a block, then to the targets, two a block:
+      ``max(1, S) + K + ceil(K / 2)`` blocks, which survive rounding to floats where the data do.
+    - ``"knots"``: piecewise linear maps with four knots a block. The fewest blocks, for exact work.
+    - ``"auto"``: the smallest network that meets the request.
+
+    Args:
+        X: N sequences ``(n_j, d)``, or ``SequencePairs``.
+        Y: N targets ``(m_j, d)`` with ``m_j <= n_j``; None if X is ``SequencePairs``.
+        attention: ``"hardmax"`` or ``"softmax"``.
+        method: see above.
+        request: what ``"auto"`` is for: ``"for_float"``, a network whose float64 weights interpolate as well as float64 can say
+            the targets; or ``"for_exact"``.
+        statistic: what separates the sequences, the ``"mean"``, or the ``"max"`` of the paper (paper, hardmax only).
+        tau: temperature of the softmax; by default tau*, or 1 where every temperature will do. Where it is above tau*,
+            the scores of the collapse are scaled instead.
+        seed: of the candidates for the functional that tells the tokens apart.
+
+    Raises:
+        ShapeError, NonFiniteError, DTypeError, DatasetError: of ``SequencePairs``.
+        ConfigError: an unknown option, or options that contradict each other.
+        MissingExtraError: python-flint is not installed.
+    """
+    pairs = _pairs(X, Y)
+    wanted = None if tau is None else _temperature(tau)
+    _check(pairs, attention, method, request, statistic, wanted, seed)
+    if method == "auto":
+        return _smallest(pairs, attention, request, wanted, seed)
+    return _build(pairs, attention, method, statistic, wanted, seed)
+
+
+def _temperature(tau: Any) -> Rational:
+    value = scalar(tau)
+    if isinstance(value, int | float | Fraction | Decimal) and not isinstance(value, bool) and 0 < value < float("inf"):
+        return rational(Fraction(value))
+    raise ConfigError(f"expected a positive, finite temperature tau, received {tau!r}; hardmax is the limit tau -> 0")
+
+
+def _pairs(X: Iterable[Any] | SequencePairs, Y: Iterable[Any] | None) -> SequencePairs:
+    if isinstance(X, SequencePairs):
+        if Y is not None:
+            raise ConfigError(
+                "expected SequencePairs alone, received Y too; give X and Y as sequences, or only the pairs"
+            )
+        return X
+    if Y is None:
+        raise ConfigError("expected Y, received None; give the targets, or SequencePairs")
+    return SequencePairs(X, Y)
+
+
+def _check(
+    pairs: SequencePairs, attention: str, method: str, request: str, statistic: str, tau: Rational | None, seed: int
+) -> None:
+    for name, value, allowed in (
+        ("attention", attention, get_args(Kind)),
+        ("method", method, get_args(Method)),
+        ("request", request, get_args(Request)),
+        ("statistic", statistic, get_args(Statistic)),
+    ):
+        if value not in allowed:
+            raise ConfigError(f"expected {name} to be one of {', '.join(map(repr, allowed))}, received {value!r}")
+    if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
+        raise ConfigError(f"expected seed as a non-negative int, received {seed!r}")
+    if tau is not None and attention == "hardmax":
+        raise ConfigError(f"expected no temperature for hardmax, received tau={fraction(tau)}; use attention='softmax'")
+    if method == "paper" and pairs.d < 2:
+        raise ConfigError(
+            "the construction of the paper needs d >= 2, received d = 1; use method='direct', or add a coordinate"
+        )
+    if statistic == "max" and (method != "paper" or attention == "softmax"):
+        raise ConfigError(
+            "the maximum as the separating statistic belongs to method='paper' with hardmax, received "
+            f"method={method!r}, attention={attention!r}; use statistic='mean'"
+        )
+
+
+def _smallest(pairs: SequencePairs, kind: Kind, request: Request, tau: Rational | None, seed: int) -> Interpolant:
+    """The method with the fewest blocks that meets the request; if none does, the one that comes nearest."""
+    if request == "for_exact":
+        return min((_build(pairs, kind, m, "mean", tau, seed) for m in ("direct", "knots")), key=lambda built: built.L)
+    methods = ("direct", "two-pass", "paper") if pairs.d > 1 else ("direct", "two-pass")
+    found: list[tuple[float, Interpolant]] = []
+    for method in methods:
+        built = _build(pairs, kind, method, "mean", tau, seed)
+        found.append((built.predicted_error(), built))
+        if found[-1][0] <= _FLOAT_ERROR:
+            break
+    return min(found, key=lambda pair: max(pair[0], _FLOAT_ERROR))[1]
+
+
+def _build(
+    pairs: SequencePairs, kind: Kind, method: str, statistic: Statistic, tau: Rational | None, seed: int
+) -> Interpolant:
+    if method == "paper":
+        return _paper(pairs, kind, statistic, tau, seed)
+    return _direct(pairs, kind, method, tau, seed)
+
+
+def _paper(pairs: SequencePairs, kind: Kind, statistic: Statistic, tau: Rational | None, seed: int) -> Interpolant:
+    line, reduced = reduce_to_line(pairs, rational(0), rational(1), rational(1, 2), seed)
+    separating, tokens, separated = separate(line, statistic, pool=False)
+    leading, places, led = select_leaders(pairs, tokens)
+    leading[-1], temperature, collapsed = collapse(leading[-1], tokens, places)
+    projecting, stops, gap, projected = project(pairs, places)
+    moving, moved = interpolate(ramps_at(stops, gap), 1, ceiling(pairs))
+    used = [*separating, *leading, projecting, *moving]
+    length = theorem_blocks(pairs.N, pairs.K, kind)
+    padding = entry("padding", length - len(used), "identity blocks, to the number of the theorem", {"used": len(used)})
+    entries = (reduced, separated, led, collapsed, projected, moved, padding)
+    blocks = (*used, *[identity()] * (length - len(used)))
+    return _at_temperature(pairs, kind, "paper", blocks, entries, temperature.star, tau)
+
+
+def _direct(pairs: SequencePairs, kind: Kind, method: str, tau: Rational | None, seed: int) -> Interpolant:
+    scale, top = pairs.scale, ceiling(pairs)
+    floor, unit = (top + scale / 2, 4 * scale) if method == "two-pass" else (top, scale)
+    line, reduced = reduce_to_line(pairs, top, unit, rational(1, 16), seed)
+    separating, tokens, separated = separate(line, "mean", pool=pairs.m == 1)
+    groups, grouped = cut(pairs, tokens, floor)
+    entries: list[Entry] = [reduced, separated, grouped]
+    if method == "knots":
+        moving, moved = knots(groups, max(y.largest_first for y in pairs.Y))
+        entries.append(moved)
+    else:
+        moving = []
+        if method == "two-pass":
+            stops, gap = lattice(groups, top, scale)
+            spreading, spread = interpolate(
+                ramps_below(groups, [vector(stop.t) for stop in stops]), 1, stops[0].t, "lattice"
+            )
+            ramps = ramps_at(stops, gap)
+            moving += spreading
+            entries.append(spread)
+        else:
+            ramps = ramps_below(groups, [{group.target: rational(1)} for group in groups])
+        last, moved = interpolate(ramps, 2, top)
+        moving += last
+        entries.append(moved)
+    return _at_temperature(pairs, kind, method, (*separating, *moving), tuple(entries), None, tau)
+
+
+def _at_temperature(
+    pairs: SequencePairs,
+    kind: Kind,
+    method: str,
+    blocks: tuple[Block, ...],
+    entries: tuple[Entry, ...],
+    star: Rational | None,
+    tau: Rational | None,
+) -> Interpolant:
+    """The network at the temperature that was asked for: above tau* its scores are scaled by a power of two."""
+    if kind == "softmax" and star is not None and tau is not None and tau > star:
+        alpha = floor_power(tau / star)
+        alpha = alpha if alpha * star >= tau else 2 * alpha
+        blocks = tuple(replace(block, alpha=alpha) if block.alpha != 0 else block for block in blocks)
+        entries = tuple(_scaled(found, alpha) if found.phase == "collapse" else found for found in entries)
+        star = alpha * star
+    if tau is None:
+        tau = rational(1) if star is None else _rounded_down(star)
+    limit = fraction(star) if kind == "softmax" and star is not None else None
+    return Interpolant(pairs, kind, fraction(tau), limit, method, blocks, Ledger(entries))
+
+
+def _scaled(found: Entry, alpha: Rational) -> Entry:
+    factor = fraction(alpha)
+    constants = {**found.constants, "alpha": factor, "tau*": found.constants["tau*"] * factor}  # type: ignore[operator]
+    return replace(
+        found,
+        constants=constants,
+        larger=None if found.larger is None else found.larger * factor,
+    )
+
+
+def _rounded_down(value: Rational) -> Rational:
+    """The largest float that is at most a positive value, exactly."""
+    found = nearest(value)
+    return rational(found if rational(found) <= value else nextafter(found, 0.0))
