@@ -263,6 +263,29 @@ class Encoder(nn.Module):
         Raises:
             ShapeError: points of another dimension or batch shape.
         """
+        features, coefficients = self.factors(mu, at)
+        if coefficients is None:
+            return features
+        heads = coefficients.shape[-2]
+        return (coefficients.unsqueeze(-1) * features.unflatten(-1, (heads, 1, -1))).flatten(-3)
+
+    def factors(self, mu: Measure, at: Points | None = None) -> tuple[Features, Tensor | None]:
+        """The features before they are multiplied with the coefficients of the measure, for ``tensor=(H, r_c)``.
+
+        The inner product of two features of rank r is a sum over heads: the inner product of the factors, of rank r / r_c in
+        all, times that of the coefficients. It takes r_c times less work.
+
+        Args:
+            mu: as for a call.
+            at: as for a call.
+
+        Returns:
+            ``(features, coefficients)``, of shapes ``(*batch, n, rank / r_c)`` and ``(*batch, 1, H, r_c)``, the latter
+            ``(*batch, n, H, r_c)`` if causal; without ``tensor`` the features themselves, and None.
+
+        Raises:
+            ShapeError: points of another dimension or batch shape.
+        """
         if mu.d != self.dim:
             raise ShapeError(f"expected points with {self.dim} coordinates, received {mu.d}; see the encoder's dim")
         if at is not None and (at.shape[-1] != self.dim or at.shape[:-2] != mu.batch_shape):
@@ -282,15 +305,19 @@ class Encoder(nn.Module):
         tokens = self.enter(inputs).to(points.dtype)
         for block in self.blocks:
             tokens = block(tokens, mu.weights, averaging, allowed)
-        features = self._features(self.norm(tokens), points, mu.weights, averaging, moments)
-        return features if at is None else features[..., mu.n :, :]
+        features, coefficients = self._features(self.norm(tokens), points, mu.weights, averaging, moments)
+        if at is None:
+            return features, coefficients
+        if coefficients is not None and self.causal:
+            coefficients = coefficients[..., mu.n :, :, :]
+        return features[..., mu.n :, :], coefficients
 
     def _features(
         self, tokens: Tensor, points: Points, weights: Tensor, averaging: Tensor, moments: Moments | None
-    ) -> Features:
+    ) -> tuple[Features, Tensor | None]:
         """What is read off the final tokens ``(*batch, q, width)`` of ``points``, the first n of which are the atoms."""
         if self.summary is None:
-            return self.leave(tokens) + self.skip(points)
+            return self.leave(tokens) + self.skip(points), None
         atoms = tokens[..., : weights.shape[-1], :].masked_fill((weights == 0).unsqueeze(-1), 0.0)
         pooled = averaging.to(atoms.dtype) @ atoms
         if self.moments and moments is not None:
@@ -308,9 +335,8 @@ class Encoder(nn.Module):
             )
             features = self.leave(tokens) + self.skip(centred) + shifted
         if self.tensor is None or self.coefficients is None:
-            return features
-        coefficients = self.coefficients(summary).unflatten(-1, (self.tensor[0], -1, 1))
-        return (coefficients * features.unflatten(-1, (self.tensor[0], 1, -1))).flatten(-3)
+            return features, None
+        return features, self.coefficients(summary).unflatten(-1, (self.tensor[0], -1))
 
     def extra_repr(self) -> str:
         """Sizes."""

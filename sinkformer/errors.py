@@ -90,6 +90,10 @@ class ConvergenceWarning(SinkformerWarning):
     """A solver stopped before it reached its tolerance."""
 
 
+class PrecisionWarning(SinkformerWarning):
+    """A result is right, but rounding might have had it otherwise."""
+
+
 class GradientWarning(SinkformerWarning):
     """A derivative may be less accurate than asked for."""
 

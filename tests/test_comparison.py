@@ -92,7 +92,7 @@ def test_compare():
 
 
 def test_separations_are_the_worst_case_by_default():
-    assert compare(10, 5, 1, 2) == compare(10, 5, 1, 2, separations=9)
+    assert compare(10, 5, 1, 2) == compare(10, 5, 1, 2, separations=3)
     assert compare(1, 5, 1, 2).rows[2].blocks == compare(1, 5, 1, 2, separations=1).rows[2].blocks == 2
 
 
@@ -109,7 +109,7 @@ BAD = {
     "separations": (lambda: direct_blocks(-1, 3), "expected separations as a whole number >= 0, received -1"),
     "width": (lambda: resnet_parameters(1, 2, 3, 0), "expected w as a whole number >= 1"),
     "m": (lambda: compare(2, 3, 4, 2), "expected m <= n, .* received m=4 and n=3"),
-    "too many": (lambda: compare(3, 3, 1, 2, separations=3), "expected separations <= 2 for N=3 sequences, received 3"),
+    "too many": (lambda: compare(3, 3, 1, 2, separations=3), "expected separations <= 1 for N=3 sequences, received 3"),
     "no number": (lambda: compare(3, 3, 1, 2, separations="1"), "expected separations as a whole number >= 0"),
 }
 

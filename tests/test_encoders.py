@@ -449,3 +449,24 @@ def test_a_block_keeps_the_number_of_tokens():
     block = Block(8, 2, dtype=torch.float64)
     z, weights = tokens(2, 5, 8), torch.full((2, 3), 1 / 3, dtype=torch.float64)
     assert block(z, weights, weights.unsqueeze(-2), None).shape == (2, 5, 8)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_factors_multiply_to_the_features(causal):
+    encoder = Encoder(2, width=16, rank=48, tensor=(6, 4), moments=True, contextual_skip=True, causal=causal).double()
+    generator = torch.Generator().manual_seed(0)
+    points = torch.rand(3, 5, 2, generator=generator, dtype=torch.float64)
+    mu = sf.Measure.normalized(points, torch.rand(3, 5, generator=generator, dtype=torch.float64))
+    probes = torch.rand(3, 4, 2, generator=generator, dtype=torch.float64)
+    for at in (None, probes):
+        features, coefficients = encoder.factors(mu, at)
+        k = 5 if at is None else 4
+        assert features.shape == (3, k, 12)
+        assert coefficients is not None
+        assert coefficients.shape == (3, k if causal else 1, 6, 4)
+        heads = features.unflatten(-1, (6, 2))
+        expected = torch.einsum("bnhc,bnha->bnhca", coefficients.expand(3, k, 6, 4), heads).flatten(-3)
+        assert torch.allclose(encoder(mu, at), expected, rtol=0, atol=1e-14)
+    plain, none = Encoder(2, width=16, rank=16).double().factors(mu)
+    assert none is None
+    assert plain.shape == (3, 5, 16)

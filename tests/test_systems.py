@@ -856,3 +856,15 @@ def test_wrong_weights_of_a_mixture():
         Mixture(Product(), Product(), sources_mean, 1.0).modulus(0.1, half_width=2.0)
     assert Mixture(Product(), ExactTransport(), sources_mean, 1.0).continuous is False
     assert Mixture(Product(), ExactTransport(), sources_mean, 1.0).modulus(0.1) == math.inf
+
+
+@pytest.mark.parametrize("name", ["eot", "whitened", "teacher", "switch", "monotone", "product"])
+def test_a_draft_is_the_plan_up_to_its_tolerance(name):
+    system, sampler = named(name)
+    mu, nu = sampler.pairs(20, generator=torch.Generator().manual_seed(3))
+    exact = system(mu, nu).to_dense()
+    for tolerance in (1e-3, 1e-9):
+        draft = system.draft(mu, nu, tolerance)
+        assert float((draft.sum(-1) - mu.weights).abs().sum(-1).max()) <= 2 * tolerance
+        assert float((draft.sum(-2) - nu.weights).abs().sum(-1).max()) <= 2 * tolerance
+    assert float((system.draft(mu, nu, 1e-9) - exact).abs().sum((-1, -2)).max()) < 1e-6

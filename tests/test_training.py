@@ -30,10 +30,11 @@ from sinkformer.errors import (
     WeightError,
 )
 from sinkformer.models import SinkhornTransformer, SinkhornTransformerConfig
-from sinkformer.systems import EntropicTransport, PairSampler, Product
+from sinkformer.systems import EntropicTransport, PairSampler, Product, named
 from sinkformer.testing import random_measure
 from sinkformer.training import History, Muon, Recipe, fenchel_young, fit
-from sinkformer.training.batches import batches
+from sinkformer.training.batches import Batch, batches
+from sinkformer.training.objective import logits_of
 
 SYSTEM = EntropicTransport(sf.SqEuclidean(), epsilon=0.5)
 SAMPLER = PairSampler(dims=(2, 2), sizes=(2, 5))
@@ -956,3 +957,14 @@ def test_two_processes_train_one_model(monkeypatch, tmp_path):
     alone = make()
     train(alone, steps=3)
     assert not same(alone, models[0])
+
+
+def test_logits_head_by_head_are_those_of_the_features():
+    _, sampler = named("eot")
+    config = SinkhornTransformerConfig(dim=2, width=16, rank=48, tensor=(6, 4), moments=True, epsilon=0.1)
+    model = SinkhornTransformer(config, dtype=torch.float64)
+    mu, nu = sampler.block(2, 3, 4, generator=torch.Generator().manual_seed(0))
+    batch = Batch(mu, nu, torch.zeros(2, 3, 4, mu.n, nu.n, dtype=torch.float64))
+    found = logits_of(model, batch, bfloat16=False)
+    expected = torch.einsum("gsir,gtjr->gstij", model.source_encoder(mu), model.target_encoder(nu)) / 0.1
+    assert torch.allclose(found, expected, rtol=0, atol=1e-11)

@@ -10,12 +10,13 @@ import typer
 from sinkformer.cli.align import align
 from sinkformer.cli.couple import couple
 from sinkformer.cli.info import info
+from sinkformer.cli.interpolate import interpolate
 from sinkformer.cli.w1 import w1
 
 app = typer.Typer(
     name="sinkformer",
-    help="Couplings of texts, and how far couplings are apart. Results on stdout, messages on stderr. "
-    "Exit codes: 0 done, 1 failed, 2 wrong usage, 3 not converged (with --strict).",
+    help="Couplings of texts, how far couplings are apart, and transformers that interpolate. "
+    "Results on stdout, messages on stderr. Exit codes: 0 done, 1 failed, 2 wrong usage, 3 not converged (with --strict).",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -39,5 +40,5 @@ def _root(
     """Options of the whole program."""
 
 
-for verb in (couple, align, w1, info):
+for verb in (couple, align, w1, interpolate, info):
     app.command()(verb)

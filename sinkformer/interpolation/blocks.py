@@ -33,6 +33,7 @@ class Block:
         alpha: factor of the identity in A.
         p: left vector of the rank-one part of A.
         q: right vector.
+        causal: token i attends to the tokens ``l <= i`` only.
     """
 
     phase: str
@@ -45,6 +46,7 @@ class Block:
     alpha: Rational = None  # type: ignore[assignment]
     p: Functional = field(default_factory=dict)
     q: Functional = field(default_factory=dict)
+    causal: bool = False
 
     @property
     def width(self) -> int:
@@ -58,7 +60,7 @@ class Block:
 
     @property
     def pools(self) -> bool:
-        """Whether every token attends to all tokens alike: A = 0."""
+        """Whether every token attends to all tokens that it sees alike: A = 0."""
         return self.alpha == 0 and not (self.p and self.q)
 
     def attending(self, rho: Rational, beta: Rational, alpha: Rational, p: Functional, q: Functional) -> Block:
@@ -120,6 +122,7 @@ class ExactBlock:
         alpha: a fraction.
         p: ``(d)``.
         q: ``(d)``.
+        causal: token i attends to the tokens ``l <= i`` only.
     """
 
     phase: str
@@ -134,6 +137,7 @@ class ExactBlock:
     alpha: Fraction
     p: tuple[Fraction, ...]
     q: tuple[Fraction, ...]
+    causal: bool = False
 
 
 class ExactBlocks(Sequence[ExactBlock]):
@@ -167,4 +171,5 @@ class ExactBlocks(Sequence[ExactBlock]):
             fraction(block.alpha),
             dense(block.p),
             dense(block.q),
+            block.causal,
         )

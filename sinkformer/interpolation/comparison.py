@@ -7,7 +7,7 @@ construction        blocks                            parameters
 ==================  ================================  ==============================================================
 theorem, hardmax    2 K + 2 N + 1                     (10 d + 8) each: eta, rho, beta, alpha, p, q and four neurons
 theorem, softmax    2 K + 3 N                         the same
-direct              max(1, S) + ceil(K / 2)           the same; S <= N - 1 separations, S = 1 for data in general position
+direct              max(1, S) + ceil(K / 2)           the same; S <= ceil(N / 4), S = 1 for data in general position
 ResNet              N                                 2 d n w + w + 1 each: width w in R^(d n), on flattened sequences
 lower bound                                           d K
 ==================  ================================  ==============================================================
@@ -58,7 +58,7 @@ def direct_blocks(separations: int, K: int) -> int:
     """Blocks of the direct construction with two targets for each: max(1, S) + ceil(K / 2).
 
     Args:
-        separations: S >= 0, blocks that separate the sequences; at most N - 1.
+        separations: S >= 0, blocks that separate the sequences; at most ceil(N / 4).
         K: number of target tokens.
     """
     _check_counts(K=K)
@@ -143,11 +143,11 @@ def compare(N: int, n: int, m: int, d: int, *, separations: int | None = None) -
         n: their length.
         m: targets of each, 1 <= m <= n.
         d: coordinates of a token.
-        separations: blocks that the direct construction separates the sequences with, the worst case N - 1 by default; data in
-            general position need one.
+        separations: blocks that the direct construction separates the sequences with, the worst case ceil(N / 4) by
+            default; data in general position need one.
 
     Raises:
-        ConfigError: sizes outside their range; m > n; more separations than max(1, N - 1).
+        ConfigError: sizes outside their range; m > n; more separations than ceil(N / 4).
 
     Example:
         >>> [row.parameters for row in compare(10, 100, 1, 16, separations=1).rows]
@@ -156,10 +156,11 @@ def compare(N: int, n: int, m: int, d: int, *, separations: int | None = None) -
     _check_counts(N=N, n=n, m=m, d=d)
     if m > n:
         raise ConfigError(f"expected m <= n, no more targets than tokens, received m={m} and n={n}")
-    separations = N - 1 if separations is None else separations
+    worst = -(-N // 4)
+    separations = worst if separations is None else separations
     _check_counts(0, separations=separations)
-    if separations > max(1, N - 1):
-        raise ConfigError(f"expected separations <= {max(1, N - 1)} for N={N} sequences, received {separations}")
+    if separations > worst:
+        raise ConfigError(f"expected separations <= {worst} for N={N} sequences, received {separations}")
     K, each = N * m, block_parameters(d)
     blocks = {
         "theorem, hardmax": theorem_blocks(N, K, "hardmax"),

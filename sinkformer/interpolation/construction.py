@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from decimal import Decimal
 from fractions import Fraction
-from functools import cached_property
 from math import nextafter
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
-from torch import Tensor
 
-from sinkformer.errors import ConfigError, ModelError, ShapeError
-from sinkformer.interpolation import files
-from sinkformer.interpolation.blocks import Block, ExactBlocks, Kind, identity
-from sinkformer.interpolation.comparison import block_parameters, theorem_blocks
-from sinkformer.interpolation.datasets import SequencePairs, read_tokens, scalar
-from sinkformer.interpolation.exporting import Export, export, points, unit_roundoff
-from sinkformer.interpolation.layers import TokenTransformer
+from sinkformer.errors import ConfigError, SinkformerError
+from sinkformer.interpolation.blocks import Block, Kind, identity
+from sinkformer.interpolation.comparison import theorem_blocks
+from sinkformer.interpolation.datasets import SequencePairs, scalar
+from sinkformer.interpolation.exporting import unit_roundoff
+from sinkformer.interpolation.interpolants import Interpolant
 from sinkformer.interpolation.ledger import Entry, Ledger, entry
 from sinkformer.interpolation.phases.collapse import collapse
 from sinkformer.interpolation.phases.groups import cut, knots, lattice, ramps_below
@@ -29,199 +25,17 @@ from sinkformer.interpolation.phases.projection import ceiling, project
 from sinkformer.interpolation.phases.reduction import reduce_to_line
 from sinkformer.interpolation.phases.separation import Statistic, separate
 from sinkformer.interpolation.phases.targets import interpolate, ramps_at
-from sinkformer.interpolation.precision import predicted_error
 from sinkformer.interpolation.rationals import floor_power, fraction, nearest, rational
-from sinkformer.interpolation.vectors import Space, vector
-from sinkformer.interpolation.verification import Certificate
+from sinkformer.interpolation.vectors import vector
 
 if TYPE_CHECKING:
     from sinkformer.interpolation.rationals import Rational
 
 Method = Literal["auto", "paper", "direct", "two-pass", "knots"]
-Request = Literal["for_float", "for_exact"]
+Request = Literal["for_float", "for_float32", "for_exact"]
 
-_FLOAT_ERROR = 1e-13  # of max |Y|: what "for_float" asks of the weights in float64
-
-
-@dataclass(frozen=True, eq=False)
-class Interpolant:
-    """A network that maps every source to its target, as sets, exactly.
-
-    Attributes:
-        pairs: the data.
-        kind: ``"hardmax"`` or ``"softmax"``.
-        tau: temperature of the softmax, exactly; without effect for hardmax, and where ``tau_star`` is None.
-        tau_star: the network interpolates at every temperature in ``(0, tau_star]``; None: at every temperature.
-        method: the construction.
-        blocks: exact, in compact form; ``exact_blocks`` has their matrices.
-        ledger: what every phase assumed, chose and had to satisfy.
-    """
-
-    pairs: SequencePairs
-    kind: Kind
-    tau: Fraction
-    tau_star: Fraction | None
-    method: str
-    blocks: tuple[Block, ...]
-    ledger: Ledger
-
-    def __repr__(self) -> str:
-        """Sizes."""
-        return f"Interpolant({self.method}, {self.kind}, L={self.L}, width={self.width}, P={self.parameters}, {self.pairs})"
-
-    @property
-    def L(self) -> int:
-        """Number of blocks."""
-        return len(self.blocks)
-
-    @property
-    def width(self) -> int:
-        """Largest number of neurons of a block."""
-        return max(block.width for block in self.blocks)
-
-    @property
-    def parameters(self) -> int:
-        """Number of parameters, ``(10 d + 8) L``: four neurons in every block, zeros included."""
-        return block_parameters(self.pairs.d) * self.L
-
-    @cached_property
-    def space(self) -> Space:
-        """The vectors of the data."""
-        return Space(self.pairs)
-
-    @cached_property
-    def exact_blocks(self) -> ExactBlocks:
-        """The blocks with every entry of their matrices as ``fractions.Fraction``, written out when asked for."""
-        return ExactBlocks(self.blocks, self.space, self.kind, rational(self.tau))
-
-    @cached_property
-    def certificate(self) -> Certificate:
-        """What can be checked: the blocks, and the data they shall interpolate."""
-        return Certificate(self.pairs, self.blocks, self.kind, rational(self.tau))
-
-    @property
-    def model(self) -> TokenTransformer:
-        """The network as a torch module in float64; ``export`` has its error, and other formats.
-
-        Raises:
-            PrecisionError: float64 cannot hold it.
-        """
-        return self._float64.model
-
-    @cached_property
-    def _float64(self) -> Export:
-        return export(self.pairs, self.blocks, self.kind, self.tau, torch.float64)
-
-    def export(self, dtype: torch.dtype = torch.float64) -> Export:
-        """The network in floating point, with its predicted error, and its measured error on the data.
-
-        Args:
-            dtype: ``torch.float64`` or ``torch.float32``.
-
-        Raises:
-            PrecisionError: the error, predicted or measured, is more than half the digits of the format; the message names the
-                narrowest gap. Or a number is beyond the range of the format.
-            ConfigError: another dtype.
-        """
-        if dtype == torch.float64:
-            return self._float64
-        return export(self.pairs, self.blocks, self.kind, self.tau, dtype)
-
-    def predicted_error(self, dtype: torch.dtype = torch.float64) -> float:
-        """Estimate of the largest error of a coordinate after rounding to a format, in units of max |Y|.
-
-        Raises:
-            ConfigError: neither ``torch.float64`` nor ``torch.float32``.
-        """
-        return predicted_error(self.pairs, self.blocks, self.kind, float(self.tau), unit_roundoff(dtype))
-
-    def trace(self, x: Any) -> list[Stage]:
-        """Where the tokens of a sequence are after every block, in float64.
-
-        Args:
-            x: ``(n, d)``, of any kind that ``SequencePairs`` takes; of the data, or another.
-
-        Raises:
-            ShapeError, NonFiniteError, DTypeError: no sequence of tokens of the data's dimension.
-            PrecisionError: float64 cannot hold the network.
-        """
-        tokens = read_tokens(x, "x")
-        if tokens.dim != self.pairs.d:
-            raise ShapeError(f"expected tokens with {self.pairs.d} coordinates, received {tokens.dim}")
-        start = points(tokens)
-        with torch.no_grad():
-            after = self.model.trace(start)
-        stages = [Stage(k, block.phase, x) for k, (block, x) in enumerate(zip(self.blocks, after, strict=True))]
-        return [Stage(-1, "input", start), *stages]
-
-    def save(self, folder: str | Path, dtype: torch.dtype = torch.float64) -> Export:
-        """Write the module (``model.safetensors``, ``config.json``) and ``certificate.json``, with data, exact blocks and ledger.
-
-        ``TokenTransformer.load`` reads the module, ``load`` the exact network.
-
-        Returns:
-            The export that was written.
-
-        Raises:
-            PrecisionError, ConfigError: of ``export``.
-        """
-        found = self.export(dtype)
-        found.model.save(folder)
-        verdict = self.certificate.check()
-        files.write(
-            Path(folder),
-            {
-                "data": files.data_to_json(self.pairs),
-                "kind": self.kind,
-                "tau": str(self.tau),
-                "tau_star": None if self.tau_star is None else str(self.tau_star),
-                "method": self.method,
-                "blocks": list(map(files.block_to_json, self.blocks)),
-                "ledger": self.ledger.to_dict(),
-                "verdict": {"status": verdict.status, "reason": verdict.reason, "precision": verdict.precision},
-                "export": {"dtype": str(dtype), "predicted": found.predicted, "measured": found.measured},
-            },
-        )
-        return found
-
-
-@dataclass(frozen=True, eq=False)
-class Stage:
-    """Tokens after a block.
-
-    Attributes:
-        block: its number; -1 is the input.
-        phase: what the block does.
-        points: ``(n, d)``, float64.
-    """
-
-    block: int
-    phase: str
-    points: Tensor
-
-
-def load(folder: str | Path) -> Interpolant:
-    """The exact network that ``Interpolant.save`` wrote. Nothing in the file is believed: ``certificate.check()`` proves it anew.
-
-    Raises:
-        ModelError: no certificate there, or a damaged one.
-        MissingExtraError: python-flint is not installed.
-    """
-    contents = files.read(Path(folder))
-    try:
-        pairs = SequencePairs(contents["data"]["X"], contents["data"]["Y"])
-        star = None if contents["tau_star"] is None else Fraction(contents["tau_star"])
-        tau, kind, method = Fraction(contents["tau"]), contents["kind"], str(contents["method"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise ModelError(
-            f"expected a certificate in {folder}, received a damaged one: {error}; save it again"
-        ) from error
-    if kind not in get_args(Kind):
-        raise ModelError(
-            f"expected hardmax or softmax in the certificate in {folder}, received {kind!r}; save it again"
-        )
-    blocks = tuple(map(files.block_from_json, contents["blocks"]))
-    return Interpolant(pairs, kind, tau, star, method, blocks, files.ledger_from_json(contents["ledger"]))
+# What a request asks of the weights: an error of max |Y|, in units of the roundoff of the format.
+_FLOAT_ERROR = 1000
 
 
 def construct(
@@ -237,7 +51,7 @@ def construct(
 ) -> Interpolant:
     """Write down a transformer that maps every sequence X_j to Y_j, as sets, exactly (arXiv 2502.02270).
 
-    Methods, with K the number of all target tokens, N of pairs, and S <= N - 1 the blocks that separate the sequences:
+    Methods, with K the number of all target tokens, N of pairs, and S <= ceil(N / 4) the blocks that separate the sequences:
 
     - ``"paper"``: the four phases of the paper, padded to its number of blocks: Theorem 1.6, hardmax, ``2K + 2N + 1``;
       Theorem 1.8, softmax at every temperature up to tau*, ``2K + 3N``. Needs ``d >= 2``.
@@ -254,7 +68,7 @@ def construct(
         attention: ``"hardmax"`` or ``"softmax"``.
         method: see above.
         request: what ``"auto"`` is for: ``"for_float"``, a network whose float64 weights interpolate as well as float64 can say
-            the targets; or ``"for_exact"``.
+            the targets; ``"for_float32"``, the same for float32; or ``"for_exact"``.
         statistic: what separates the sequences, the ``"mean"``, or the ``"max"`` of the paper (paper, hardmax only).
         tau: temperature of the softmax; by default tau*, or 1 where every temperature will do. Where it is above tau*,
             the scores of the collapse are scaled instead.
@@ -322,14 +136,15 @@ def _smallest(pairs: SequencePairs, kind: Kind, request: Request, tau: Rational 
     """The method with the fewest blocks that meets the request; if none does, the one that comes nearest."""
     if request == "for_exact":
         return min((_build(pairs, kind, m, "mean", tau, seed) for m in ("direct", "knots")), key=lambda built: built.L)
-    methods = ("direct", "two-pass", "paper") if pairs.d > 1 else ("direct", "two-pass")
+    dtype = torch.float32 if request == "for_float32" else torch.float64
+    enough = _FLOAT_ERROR * unit_roundoff(dtype)
     found: list[tuple[float, Interpolant]] = []
-    for method in methods:
+    for method in ("direct", "two-pass"):
         built = _build(pairs, kind, method, "mean", tau, seed)
-        found.append((built.predicted_error(), built))
-        if found[-1][0] <= _FLOAT_ERROR:
+        found.append((built.predicted_error(dtype), built))
+        if found[-1][0] <= enough:
             break
-    return min(found, key=lambda pair: max(pair[0], _FLOAT_ERROR))[1]
+    return min(reversed(found), key=lambda pair: pair[0])[1]
 
 
 def _build(
@@ -357,8 +172,10 @@ def _paper(pairs: SequencePairs, kind: Kind, statistic: Statistic, tau: Rational
 
 def _direct(pairs: SequencePairs, kind: Kind, method: str, tau: Rational | None, seed: int) -> Interpolant:
     scale, top = pairs.scale, ceiling(pairs)
-    floor, unit = (top + scale / 2, 4 * scale) if method == "two-pass" else (top, scale)
-    line, reduced = reduce_to_line(pairs, top, unit, rational(1, 16), seed)
+    two_pass = method == "two-pass"
+    # In two passes the lattice lies between the targets and the box.
+    floor, unit, start = (top + scale / 2, 4 * scale, rational(1, 4)) if two_pass else (top, scale, rational(1, 16))
+    line, reduced = reduce_to_line(pairs, top, unit, start, seed)
     separating, tokens, separated = separate(line, "mean", pool=pairs.m == 1)
     groups, grouped = cut(pairs, tokens, floor)
     entries: list[Entry] = [reduced, separated, grouped]
@@ -367,7 +184,7 @@ def _direct(pairs: SequencePairs, kind: Kind, method: str, tau: Rational | None,
         entries.append(moved)
     else:
         moving = []
-        if method == "two-pass":
+        if two_pass:
             stops, gap = lattice(groups, top, scale)
             spreading, spread = interpolate(
                 ramps_below(groups, [vector(stop.t) for stop in stops]), 1, stops[0].t, "lattice"
@@ -401,8 +218,11 @@ def _at_temperature(
         star = alpha * star
     if tau is None:
         tau = rational(1) if star is None else _rounded_down(star)
+    ledger = Ledger(entries)
+    if not ledger.holds:
+        raise SinkformerError(f"a phase does not satisfy its inequality, which is a defect of sinkformer:\n{ledger}")
     limit = fraction(star) if kind == "softmax" and star is not None else None
-    return Interpolant(pairs, kind, fraction(tau), limit, method, blocks, Ledger(entries))
+    return Interpolant(pairs, kind, fraction(tau), limit, method, blocks, ledger)
 
 
 def _scaled(found: Entry, alpha: Rational) -> Entry:

@@ -303,7 +303,11 @@ def _from_array(array: np.ndarray, name: str) -> Tokens:
 def scalar(entry: Any) -> Any:
     """A number out of an array or a tensor of one entry; anything else as it is."""
     if isinstance(entry, torch.Tensor):
-        return entry.item() if entry.numel() == 1 and entry.layout == torch.strided and entry.device.type != "meta" else entry
+        return (
+            entry.item()
+            if entry.numel() == 1 and entry.layout == torch.strided and entry.device.type != "meta"
+            else entry
+        )
     return entry.item() if isinstance(entry, np.generic | np.ndarray) and entry.size == 1 else entry
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -12,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sinkformer.errors import ConfigError, PrecisionError
+from sinkformer.errors import ConfigError, PrecisionError, PrecisionWarning
 from sinkformer.interpolation.blocks import Block, Kind
 from sinkformer.interpolation.datasets import SequencePairs, Tokens
 from sinkformer.interpolation.layers import Attention, FeedForward, TokenTransformer
@@ -52,19 +53,21 @@ class Export:
 def export(pairs: SequencePairs, blocks: Sequence[Block], kind: Kind, tau: Fraction, dtype: torch.dtype) -> Export:
     """The network as a torch module, checked against the data.
 
+    Warns:
+        PrecisionWarning: it interpolates here, but by the prediction rounding might have had it otherwise.
+
     Raises:
-        PrecisionError: the predicted or the measured error is more than half the digits of the format, or a number is beyond
-            its range.
+        PrecisionError: the measured error is more than half the digits of the format, or a number is beyond its range.
         ConfigError: neither float64 nor float32.
     """
-    unit = unit_roundoff(dtype)
-    predicted = predicted_error(pairs, blocks, kind, float(tau), unit)
-    if not predicted <= unit**0.5:
-        raise PrecisionError(_too_close(blocks, dtype, f"a predicted error of {predicted:.1e} of max |Y|"))
-    model = TokenTransformer(_modules(pairs, blocks, kind, _temperature(tau, dtype), dtype))
+    unit, temperature = unit_roundoff(dtype), _temperature(tau, dtype)
+    predicted = predicted_error(pairs, blocks, kind, temperature, unit)
+    model = TokenTransformer(_modules(pairs, blocks, kind, temperature, dtype))
     measured = measured_error(pairs, model)
     if not measured <= unit**0.5:
-        raise PrecisionError(_too_close(blocks, dtype, f"an error of {measured:.1e} of max |Y| on the data"))
+        raise PrecisionError(_too_close(blocks, dtype, predicted, measured))
+    if not predicted <= unit**0.5:
+        warnings.warn(_doubtful(dtype, predicted, measured), PrecisionWarning, stacklevel=3)
     return Export(model, dtype, predicted, measured)
 
 
@@ -107,8 +110,8 @@ def _tensor(values: np.ndarray, dtype: torch.dtype) -> Tensor:
         PrecisionError: a number beyond its range.
     """
     found = torch.from_numpy(np.ascontiguousarray(values)).to(dtype)
-    tiny = torch.finfo(dtype).tiny
-    if not bool(torch.isfinite(found).all()) or bool(((found.abs() < tiny) & torch.from_numpy(values != 0)).any()):
+    lost = values.any() and float(found.abs().max()) < torch.finfo(dtype).tiny
+    if lost or not bool(torch.isfinite(found).all()):
         raise PrecisionError(
             f"expected numbers within the range of {dtype}, received values from {np.abs(values[values != 0]).min():.1e} to "
             f"{np.abs(values).max():.1e} in the data or the weights; divide X and Y by powers of two, or use float64"
@@ -117,10 +120,10 @@ def _tensor(values: np.ndarray, dtype: torch.dtype) -> Tensor:
 
 
 def _temperature(tau: Fraction, dtype: torch.dtype) -> float:
-    found = float(tau)
+    found = nearest(rational(tau))
     if not torch.finfo(dtype).tiny <= found <= torch.finfo(dtype).max:
         raise PrecisionError(
-            f"expected a temperature within the range of {dtype}, received {found:g}; construct with tau=1"
+            f"expected a temperature within the range of {dtype}, received {found:g}; construct with another tau"
         )
     return found
 
@@ -135,10 +138,11 @@ def _modules(
         U, W, b = np.zeros((width, d)), np.zeros((d, width)), np.zeros(width)
         for k, (bias, column) in enumerate(zip(block.biases, block.columns, strict=True)):
             U[k], W[:, k], b[k] = _entries(block.functional, d), _column(pairs, column), nearest(bias)
-        feedforward = FeedForward(nearest(block.eta), *(_tensor(part, dtype) for part in (W, U, b)))
         p, q = (_tensor(_entries(part, d), dtype) for part in (block.p, block.q))
-        A = (nearest(block.alpha), p, q)
-        yield Layers(feedforward, Attention(nearest(block.rho), nearest(block.beta), A, kind=kind, tau=tau))
+        numbers = np.array([nearest(number) for number in (block.eta, block.rho, block.beta, block.alpha)])
+        eta, rho, beta, alpha = _tensor(numbers, dtype)
+        feedforward = FeedForward(eta, *(_tensor(part, dtype) for part in (W, U, b)))
+        yield Layers(feedforward, Attention(rho, beta, (alpha, p, q), kind=kind, tau=tau, causal=block.causal))
 
 
 def _entries(functional: Functional, d: int) -> np.ndarray:
@@ -165,12 +169,18 @@ def _column(pairs: SequencePairs, column: Vector) -> np.ndarray:
     return found
 
 
-def _too_close(blocks: Sequence[Block], dtype: torch.dtype, what: str) -> str:
-    gap = _narrowest(blocks)
+def _too_close(blocks: Sequence[Block], dtype: torch.dtype, predicted: float, measured: float) -> str:
     return (
-        f"expected data that survive rounding to {dtype}, received {what}: the narrowest step of the network is {gap:.1e} of the "
-        f"numbers it is taken at, and {dtype} has {torch.finfo(dtype).eps:.1e}; use float64, method='two-pass' or 'paper', "
-        "data on one scale, or the exact blocks"
+        f"expected data that survive rounding to {dtype}, received an error of {measured:.1e} of max |Y|, {predicted:.1e} "
+        f"predicted: the narrowest step of the network is {_narrowest(blocks):.1e} of the numbers it is taken at, and the format "
+        f"has {torch.finfo(dtype).eps:.1e}; use float64, method='two-pass', data on one scale, or the exact blocks"
+    )
+
+
+def _doubtful(dtype: torch.dtype, predicted: float, measured: float) -> str:
+    return (
+        f"the network interpolates in {dtype} here, with an error of {measured:.1e} of max |Y|, but {predicted:.1e} was "
+        "predicted: on other hardware it may not; use float64, or method='two-pass'"
     )
 
 

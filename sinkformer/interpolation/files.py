@@ -67,6 +67,7 @@ def block_to_json(block: Block) -> dict[str, Any]:
         "columns": list(map(_coefficients, block.columns)),
         "p": _coefficients(block.p),
         "q": _coefficients(block.q),
+        "causal": block.causal,
     }
 
 
@@ -84,6 +85,7 @@ def block_from_json(contents: Mapping[str, Any]) -> Block:
             columns=tuple(map(_vector, contents["columns"])),
             p=_vector(contents["p"]),  # type: ignore[arg-type]
             q=_vector(contents["q"]),  # type: ignore[arg-type]
+            causal=_flag(contents["causal"]),
             **{name: _number(contents[name]) for name in _NUMBERS},
         )
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
@@ -122,6 +124,12 @@ def _name(basis: int | Row) -> str:
 
 def _number(text: str) -> Rational:
     return rational(Fraction(text))
+
+
+def _flag(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError(f"{value!r} is neither true nor false")
+    return value
 
 
 def _vector(contents: Mapping[str, str]) -> dict[int | Row, Rational]:

@@ -185,15 +185,20 @@ class Following:
             if not isinstance(token, Form) or not token.exact:
                 raise UndecidedError(f"{self.place(number)} is known by an enclosure only before a second softmax")
             points.append(token.point)
+        if block.causal and block.pools:
+            after = _prefix_means(block, points)
+        elif block.causal:  # to a token, its prefix is the whole sequence
+            after = [self._attended(block, points[: i + 1])[-1] for i in range(len(points))]
+        else:
+            after = self._attended(block, points)
+        self.tokens[sequence.start : sequence.stop] = after
+
+    def _attended(self, block: Block, points: list[Vector]) -> list[Token]:
         if block.pools:
             share = rational(1, len(points))
             mean = combination((share, point) for point in points)
-            after: list[Token] = [Form(combination([(block.rho, x), (block.beta, mean)])) for x in points]
-        elif self.kind == "hardmax":
-            after = self._hardmax(block, points)
-        else:
-            after = self._softmax(block, points)
-        self.tokens[sequence.start : sequence.stop] = after
+            return [Form(combination([(block.rho, x), (block.beta, mean)])) for x in points]
+        return self._hardmax(block, points) if self.kind == "hardmax" else self._softmax(block, points)
 
     def _hardmax(self, block: Block, points: list[Vector]) -> list[Token]:
         score = self._scores(block, points)
@@ -290,6 +295,17 @@ class Following:
             return found
 
         return scores
+
+
+def _prefix_means(block: Block, points: list[Vector]) -> list[Token]:
+    """``rho x_i + beta (x_1 + ... + x_i) / i``."""
+    after: list[Token] = []
+    total: Vector = {}
+    one = rational(1)
+    for i, x in enumerate(points):
+        total = combination([(one, total), (one, x)])
+        after.append(Form(combination([(block.rho, x), (block.beta / (i + 1), total)])))
+    return after
 
 
 def _columns(points: list[Vector]) -> dict[int | Row, list[Rational]]:

@@ -8,8 +8,8 @@ rounding of its own sums; next to a kink, within the error, a neuron counts as i
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -18,12 +18,9 @@ from sinkformer.interpolation.datasets import SequencePairs
 from sinkformer.interpolation.rationals import nearest, rational
 from sinkformer.interpolation.vectors import Row, Vector, combination, integers
 
-_ROUNDINGS = 3  # of a product in a sum: the factor, the product, the sum
-
-
-def _of_sum(terms: Any) -> Any:
-    """Error of a sum in units of the sum of sizes: roundings mostly cancel, the more the more terms there are."""
-    return 2 + np.sqrt(terms) / 4
+_ROUNDINGS = (
+    2  # of a product in a sum, in halves of the last digit; that of a long sum mostly cancels, and counts as one
+)
 
 
 def predicted_error(pairs: SequencePairs, blocks: Sequence[Block], kind: Kind, tau: float, unit: float) -> float:
@@ -50,7 +47,7 @@ class _Errors:
     """Positions in the plane of the first two coordinates, ``(M, 2)``, and errors ``(M, 3)``: of them, and of all others."""
 
     def __init__(self, pairs: SequencePairs, kind: Kind, tau: float, unit: float):
-        self.pairs, self.kind, self.tau, self.unit = pairs, kind, tau, unit
+        self.pairs, self.kind, self.tau, self.unit = pairs, kind, max(tau, np.finfo(np.float64).tiny), unit
         self.starts = np.cumsum([0, *map(len, pairs.X)])
         self.positions = np.zeros((pairs.M, 2))
         self.errors = np.zeros((pairs.M, 3))
@@ -110,7 +107,7 @@ class _Errors:
         scale, weights = integers(block.functional, self.pairs.d)
         exact = [scale * value for x in self.pairs.X for value in x.dot(weights)]
         sizes = np.concatenate([np.abs(x.floats) @ np.abs(np.array(weights, dtype=np.float64)) for x in self.pairs.X])
-        error = self.unit * _of_sum(self.pairs.d) * nearest(scale) * sizes
+        error = self.unit * nearest(scale) * sizes
         return np.array(list(map(nearest, exact))), error, (u0, u1)
 
     def _slopes(self, block: Block, order: list[int]) -> np.ndarray:
@@ -154,11 +151,13 @@ class _Errors:
         rho, beta = nearest(block.rho), nearest(block.beta)
         first = self.starts[:-1]
         counts = np.diff(self.starts)
-        if block.pools:
+        if block.causal and block.pools:
+            attended, errors = self._prefix_means()
+        elif block.pools:
             means = np.add.reduceat(self.positions, first) / counts[:, None]
             sizes = np.maximum.reduceat(np.abs(self.positions), first)
             worst = np.maximum.reduceat(self.errors, first)
-            worst[:, :2] += self.unit * _of_sum(counts)[:, None] * sizes
+            worst[:, :2] += self.unit * sizes
             attended, errors = np.repeat(means, counts, 0), np.repeat(worst, counts, 0)
         else:
             attended, errors = self._attended(block)
@@ -166,6 +165,15 @@ class _Errors:
         self.errors = abs(rho) * self.errors + abs(beta) * errors
         self.errors[:, :2] += self.unit * (np.abs(rho * self.positions) + np.abs(beta * attended) + np.abs(moved))
         self.positions = moved
+
+    def _prefix_means(self) -> tuple[np.ndarray, np.ndarray]:
+        attended, errors = np.empty_like(self.positions), np.empty_like(self.errors)
+        for start, stop in itertools.pairwise(self.starts):
+            x, counts = self.positions[start:stop], np.arange(1, stop - start + 1)[:, None]
+            attended[start:stop] = x.cumsum(0) / counts
+            errors[start:stop] = np.maximum.accumulate(self.errors[start:stop])
+            errors[start:stop, :2] += self.unit * np.maximum.accumulate(np.abs(x))
+        return attended, errors
 
     def _attended(self, block: Block) -> tuple[np.ndarray, np.ndarray]:
         """What every token receives, and its error; infinite where rounding may change the winner."""
@@ -182,6 +190,8 @@ class _Errors:
                 size @ np.abs(q), e[:, :2] @ np.abs(p)
             )
             spread += 4 * self.unit * bound
+            if block.causal:
+                scores[np.triu_indices(len(x), 1)] = -np.inf
             winner = scores.argmax(1)
             rows = np.arange(len(x))
             lead = scores[rows, winner][:, None] - scores

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
 from sinkformer.interpolation.blocks import Block, Kind
@@ -72,9 +73,15 @@ class Certificate:
         and more tightly, until the equality is proved, or a token is certainly off its targets, or 8192 bits do not
         decide. A proof is never wrong.
 
+        The answer is kept: a second call costs nothing.
+
         Raises:
             MissingExtraError: python-flint is not installed.
         """
+        return self._verdict
+
+    @cached_property
+    def _verdict(self) -> Verdict:
         verdict = Verdict("undecided", "nothing was checked")
         for bits, sharp in _ATTEMPTS:
             with library().ctx.workprec(bits):

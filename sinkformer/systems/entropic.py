@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from sinkformer._typing import Features, Points
+from sinkformer._typing import Features, PlanMatrix, Points
 from sinkformer.costs import Cost, Euclidean, Matrix, NegativeDot, SqEuclidean
 from sinkformer.couplings import Coupling, FeatureMap
 from sinkformer.errors import ConfigError
@@ -86,6 +86,13 @@ class EntropicSystem(System):
 
     def couple(self, mu: Measure, nu: Measure) -> Coupling:
         """Solve to an L1 marginal error of 1e-11; differentiable in points and weights."""
+        return self._solved(mu, nu, _TOLERANCE)
+
+    def draft(self, mu: Measure, nu: Measure, tolerance: float) -> PlanMatrix:
+        """Solve to an L1 marginal error of ``tolerance``."""
+        return self._solved(mu, nu, tolerance).to_dense()
+
+    def _solved(self, mu: Measure, nu: Measure, tolerance: float) -> Coupling:
         return Coupling.solve(
             mu,
             nu,
@@ -93,7 +100,7 @@ class EntropicSystem(System):
             features=(_at_atoms(self.source_features, mu), _at_atoms(self.target_features, nu)),
             maps=(self.source_features, self.target_features),
             epsilon=self.epsilon,
-            tolerance=_TOLERANCE,
+            tolerance=tolerance,
             max_iterations=_MOST_ITERATIONS,
             on_failure="raise",
         )

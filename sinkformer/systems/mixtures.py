@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sinkformer._typing import Features, PerProblem, Points
+from sinkformer._typing import Features, PerProblem, PlanMatrix, Points
 from sinkformer.costs import SqEuclidean
 from sinkformer.couplings import Coupling
 from sinkformer.errors import ConfigError, DTypeError, ShapeError
@@ -73,6 +73,11 @@ class Mixture(System):
         """The matrix t P + (1 - t) Q."""
         return mixed(self.first.couple(mu, nu), self.second.couple(mu, nu), _checked(self.weight(mu, nu), mu))
 
+    def draft(self, mu: Measure, nu: Measure, tolerance: float) -> PlanMatrix:
+        """The same of drafts of P and Q."""
+        first, second = (part.draft(mu, nu, tolerance) for part in (self.first, self.second))
+        return _mean(first, second, _checked(self.weight(mu, nu), mu))
+
     def modulus(self, delta: float, *, half_width: float = 1.0) -> float:
         """The larger of those of F and G, plus lipschitz delta min(diam X, diam Y)."""
         check_modulus_arguments(delta, half_width)
@@ -121,6 +126,11 @@ class ContextSwitch(System):
         along, against = diagonals(self.epsilon, self.dims)
         return mixed(along.couple(mu, nu), against.couple(mu, nu), self.weight(mu, nu))
 
+    def draft(self, mu: Measure, nu: Measure, tolerance: float) -> PlanMatrix:
+        """The same of drafts of P and Q."""
+        along, against = diagonals(self.epsilon, self.dims)
+        return _mean(along.draft(mu, nu, tolerance), against.draft(mu, nu, tolerance), self.weight(mu, nu))
+
     def modulus(self, delta: float, *, half_width: float = 1.0) -> float:
         """That of the two parts, plus sharpness h^2 d delta / 2."""
         check_modulus_arguments(delta, half_width)
@@ -148,8 +158,12 @@ def agreement(mu: Measure, nu: Measure) -> PerProblem:
 
 def mixed(one: Coupling, other: Coupling, t: PerProblem) -> Coupling:
     """The matrix t P + (1 - t) Q for two couplings of the same measures."""
+    return Coupling.from_dense(one.source, one.target, _mean(one.to_dense(), other.to_dense(), t))
+
+
+def _mean(one: PlanMatrix, other: PlanMatrix, t: PerProblem) -> PlanMatrix:
     share = t.unsqueeze(-1).unsqueeze(-1)
-    return Coupling.from_dense(one.source, one.target, share * one.to_dense() + (1 - share) * other.to_dense())
+    return share * one + (1 - share) * other
 
 
 def _mixture_modulus(

@@ -83,10 +83,23 @@ def _fitted(s: Tensor, t: Tensor, a: Tensor, b: Tensor) -> Tensor:
 def logits_of(model: SinkhornTransformer, batch: Batch, bfloat16: bool) -> Tensor:
     """S = -c / epsilon without the factor e^tau of ``log_scale``, ``(G, s, t, n, m)``; every measure is encoded once."""
     mu, nu, _ = batch
+    if model.config.tensor is not None and not model.config.causal:
+        return _logits_by_heads(model, mu, nu, bfloat16)
     with _autocast(mu, bfloat16):
         q, k = model.source_encoder(mu), model.target_encoder(nu)
     logits = q.to(mu.dtype).flatten(1, 2) @ k.to(nu.dtype).flatten(1, 2).mT / model.config.epsilon
     return logits.unflatten(-1, (-1, nu.n)).unflatten(1, (-1, mu.n)).transpose(2, 3)
+
+
+def _logits_by_heads(model: SinkhornTransformer, mu: Measure, nu: Measure, bfloat16: bool) -> Tensor:
+    """The same for encoders with ``tensor``: heads of a pair are weighted, and the features never multiplied out."""
+    with _autocast(mu, bfloat16):
+        (q, b), (k, c) = model.source_encoder.factors(mu), model.target_encoder.factors(nu)
+    assert b is not None
+    assert c is not None
+    heads = torch.einsum("gsahc,gtahc->gsth", b.to(mu.dtype), c.to(nu.dtype)) / model.config.epsilon
+    weighted = k.to(nu.dtype).unflatten(-1, (heads.shape[-1], -1)).unsqueeze(1) * heads.unsqueeze(-2).unsqueeze(-1)
+    return q.to(mu.dtype).unsqueeze(2) @ weighted.flatten(-2).mT
 
 
 def backward(model: SinkhornTransformer, batch: Batch, recipe: Recipe, log_scale: float) -> float:

@@ -14,6 +14,10 @@ OPTIONS = {
     "couple": SHARED | {"--files", "--tokenized", "--format", "--plot", "--html"},
     "align": SHARED | {"--src", "--tgt", "--raw", "--format", "--ids", "--output", "-o"},
     "info": {"--format", "--debug"},
+    "interpolate": {
+        *("--attention", "--method", "--request", "--statistic", "--tau", "--check", "--save", "--dtype", "--plot"),
+        *("--json", "--quiet", "-q", "--debug"),
+    },
     "w1": {
         *(
             "--rounded",

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from sinkformer.interpolation.rationals import Rational
 
 _CANDIDATES = 1000
+_FEWEST = 8
+_ENTRIES = 20_000_000  # of the table of all candidates on all tokens
 _FINALISTS = 64
 _ROUNDS = 40
 
@@ -96,7 +98,8 @@ def _functionals(pairs: SequencePairs, seed: int) -> Iterator[list[int]]:
     starts = np.cumsum([0, *map(len, pairs.X)])
     if pairs.d == 1:
         yield [1]
-    candidates = np.zeros((_CANDIDATES, pairs.d), dtype=object)
+    count = min(_CANDIDATES, max(_FEWEST, _ENTRIES // pairs.M))
+    candidates = np.zeros((count, pairs.d), dtype=object)
     for _ in range(_ROUNDS):  # one more digit to the base 8 in every round
         candidates = 8 * candidates + generator.integers(-3, 4, candidates.shape)
         for k in _ranked(candidates.astype(np.float64), floats, starts, pairs):
@@ -116,20 +119,23 @@ def _ranked(candidates: np.ndarray, floats: np.ndarray, starts: np.ndarray, pair
     values = floats @ candidates.T
     values -= values.min(0)
     values /= np.maximum(values.max(0), np.finfo(np.float64).tiny)
-    ratios = np.array([_separation(column, starts) for column in values.T])
+    ratios = _separations(values, starts)
     order = np.argsort(-ratios, kind="stable")[:_FINALISTS]
     scores = [ratios[k] * _cut_gap(values[:, k], starts, pairs) for k in order]
     return [int(order[k]) for k in np.argsort(-np.array(scores), kind="stable")]
 
 
-def _separation(t: np.ndarray, starts: np.ndarray) -> float:
-    """How strongly the tokens of a sequence may keep apart while the means separate the sequences."""
-    first, counts = starts[:-1], np.diff(starts)
-    means = np.add.reduceat(t, first) / counts
-    order = np.argsort(means)
-    top, low = np.maximum.reduceat(t, first)[order], np.minimum.reduceat(t, first)[order]
-    overlap = np.maximum(top[:-1] - low[1:], 1e-300)
-    return float(np.minimum(1.0, np.diff(means[order]) / overlap).min(initial=1.0))
+def _separations(values: np.ndarray, starts: np.ndarray) -> np.ndarray:
+    """How strongly the tokens of a sequence may keep apart while the means separate the sequences, for every column."""
+    first = starts[:-1]
+    means = np.add.reduceat(values, first, 0) / np.diff(starts)[:, None]
+    order = np.argsort(means, 0)
+    means = np.take_along_axis(means, order, 0)
+    top = np.take_along_axis(np.maximum.reduceat(values, first, 0), order, 0)
+    low = np.take_along_axis(np.minimum.reduceat(values, first, 0), order, 0)
+    overlap = np.maximum(top[:-1] - low[1:], np.finfo(np.float64).tiny)
+    with np.errstate(over="ignore"):
+        return np.minimum(1.0, np.diff(means, axis=0) / overlap).min(0, initial=1.0)
 
 
 def _cut_gap(t: np.ndarray, starts: np.ndarray, pairs: SequencePairs) -> float:

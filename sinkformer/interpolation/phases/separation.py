@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Literal
@@ -19,6 +21,9 @@ if TYPE_CHECKING:
 
 Statistic = Literal["mean", "max"]
 _TRIES = 64
+_DRAWS = 8
+_WIDTH = 4
+_BITS = 20  # of a weight; two means are equal by chance once in as many draws
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,15 +49,21 @@ class Round:
     rho: Rational
 
 
-Hull = tuple["Rational", "Rational"]
+@dataclass(frozen=True, eq=False)
+class _Separated:
+    """The rounds, the tokens after them, and the two sides of the inequality where it is tightest."""
+
+    rounds: list[Round]
+    tokens: list[list[Rational]]
+    tightest: tuple[Rational, Rational] | None
 
 
 def separate(line: Line, statistic: Statistic, pool: bool) -> tuple[list[Block], list[list[Rational]], Entry]:
-    """Blocks that give every sequence an interval of its own, at most ``max(1, N - 1)``.
+    """Blocks that give every sequence an interval of its own.
 
-    The sequences fall into classes whose hulls are apart. In a round every sequence shrinks towards its statistic, its mean or
-    its maximum, by so much that classes of different statistics come apart. If the statistic splits no class, a feed-forward
-    step in the same block first moves tokens in such a way that it does.
+    Every sequence shrinks towards its statistic, its mean or its maximum, by so much that sequences of different statistics
+    come apart; where statistics are equal, feed-forward steps first move the tokens. Means take one layer of attention and up to
+    ``max(1, ceil(N / 4))`` blocks, maxima ``max(1, N - 1)`` at most, as in the paper.
 
     Args:
         line: the tokens on the line.
@@ -63,48 +74,147 @@ def separate(line: Line, statistic: Statistic, pool: bool) -> tuple[list[Block],
     Returns:
         ``(blocks, tokens, entry)``: the first block carries the reduction to the line.
     """
+    found = _by_means(line.tokens, pool) if statistic == "mean" else _by_maxima(line.tokens, line.unit)
+    rounds = found.rounds
+    blocks = [_reducing(line, rounds[0], statistic), *(_block(step, statistic) for step in rounds[1:])]
+    return (
+        blocks,
+        found.tokens,
+        entry(
+            "separation",
+            len(rounds),
+            "no two sources are the same set",
+            {
+                "S": len(rounds) if len(line.tokens) > 1 else 0,
+                "kinks": sum(len(step.move.neurons) for step in rounds),
+                "smallest rho": min(step.rho for step in rounds),
+            },
+            "rho (top_a - bottom_b) < (1 - rho)(phi_b - phi_a)",
+            found.tightest,
+        ),
+    )
+
+
+# -- means: all kinks first, then one layer of attention
+
+
+def _by_means(tokens: list[list[Rational]], pool: bool) -> _Separated:
+    """Kinks until all means differ, four in a block, and one layer of attention in the last block.
+
+    The means of ``relu(t - c)`` are piecewise linear in c, with kinks at tokens only. Were they equal for two sequences at every
+    token, they would be equal everywhere, and with them the uniform measures on the two sets. So N - 1 kinks tell N sequences
+    apart, and so does the mean of ``t + sum_k w_k relu(t - c_k)``, for all w outside a few hyperplanes.
+    """
+    packs = _packs(_kinks(tokens))
+    moves, moved = max((_drawn(tokens, packs, seed) for seed in range(_DRAWS if packs[0] else 1)), key=_ratio)
+    values = [_mean(t) for t in moved]
+    if len(set(values)) < len(values):
+        raise AssertionError("means of random weights are equal; the kinks do not tell the sequences apart")
+    classes = [[j] for j in sorted(range(len(values)), key=values.__getitem__)]
+    rho = rational(0) if pool else _shrinkage(_overlaps(classes, moved, values)) if classes[1:] else rational(1)
+    still = [Round(move, rational(1)) for move in moves[:-1]]
+    sides = _sides(classes, moved, values, rho)
+    return _Separated(
+        [*still, Round(moves[-1], rho)], _shrunk(moved, values, rho), max(sides, key=_quotient, default=None)
+    )
+
+
+def _kinks(tokens: list[list[Rational]]) -> list[Rational]:
+    """Kinks, greedily: each splits as many classes as it can of sequences that share their mean and those of the relus so far."""
+    members = [sorted(t) for t in tokens]
+    sums = [list(accumulate(reversed(t))) for t in members]  # of the largest k + 1 tokens
+
+    def value(j: int, kink: Rational) -> Rational:
+        above = len(members[j]) - bisect_right(members[j], kink)
+        return (sums[j][above - 1] - above * kink) / len(members[j]) if above else rational(0)
+
+    keys: list[tuple[Rational, ...]] = [(_mean(t),) for t in members]
+    found: list[Rational] = []
+    while True:
+        counts = Counter(keys)
+        stuck = [j for j, key in enumerate(keys) if counts[key] > 1]
+        if not stuck:
+            return found
+        places = sorted({t for j in stuck for t in members[j]})
+        for chosen in (places[:: max(1, len(places) // _TRIES)], places):
+            best = max(chosen, key=lambda kink: len({(keys[j], value(j, kink)) for j in stuck}))
+            split = {j: (*keys[j], value(j, best)) for j in stuck}
+            if len(set(split.values())) > len({keys[j] for j in stuck}):
+                break
+        else:
+            raise AssertionError("two sources are the same set, which SequencePairs excludes")
+        found.append(best)
+        keys = [split.get(j, key) for j, key in enumerate(keys)]
+
+
+def _packs(kinks: list[Rational]) -> list[list[Rational]]:
+    """From the right, so that a later kink has not moved; one neuron of the first block is the identity."""
+    waiting = sorted(kinks, reverse=True)
+    return [waiting[: _WIDTH - 1], *(waiting[k : k + _WIDTH] for k in range(_WIDTH - 1, len(waiting), _WIDTH))]
+
+
+def _drawn(
+    tokens: list[list[Rational]], packs: list[list[Rational]], seed: int
+) -> tuple[list[Move], list[list[Rational]]]:
+    """Increasing moves with random weights, and where the tokens are after them."""
+    generator = random.Random(seed)
+
+    def weight() -> Rational:
+        return rational(generator.choice((-1, 1)) * generator.randrange(1, 1 << _BITS), _WIDTH << _BITS)
+
+    moves = [Move(tuple((kink, weight()) for kink in pack)) for pack in packs]
+    for move in moves:
+        tokens = [[move(t) for t in sequence] for sequence in tokens] if move.neurons else tokens
+    return moves, tokens
+
+
+def _ratio(drawn: tuple[list[Move], list[list[Rational]]]) -> Rational:
+    """How little the sequences must shrink to come apart; zero if two have one mean."""
+    tokens = drawn[1]
+    values = [_mean(t) for t in tokens]
+    classes = [[j] for j in sorted(range(len(values)), key=values.__getitem__)]
+    return min((gap / over for gap, over in _overlaps(classes, tokens, values) if over > 0), default=rational(1))
+
+
+# -- maxima: round after round
+
+
+def _by_maxima(tokens: list[list[Rational]], unit: Rational) -> _Separated:
+    """Rounds in which classes of sequences, whose hulls are apart, are split by their maxima, until all are single sequences."""
     rounds: list[Round] = []
-    tokens = line.tokens
     classes = [list(range(len(tokens)))]
-    tightest: tuple[Rational, Rational] | None = None
-    statistic_of = _mean if statistic == "mean" else max
+    sides: list[tuple[Rational, Rational]] = []
     while any(len(members) > 1 for members in classes):
         move = Move()
-        values = [statistic_of(t) for t in tokens]
-        if not _splits(classes, values):
-            stuck = next(members for members in classes if len(members) > 1)
-            move = (_bend if statistic == "mean" else _hat)(tokens, stuck, line.unit)
+        values = [max(t) for t in tokens]
+        if not any(len({values[j] for j in members}) > 1 for members in classes):
+            move = _hat(tokens, next(members for members in classes if len(members) > 1), unit)
             tokens = [[move(t) for t in sequence] for sequence in tokens]
-            values = [statistic_of(t) for t in tokens]
+            values = [max(t) for t in tokens]
         classes = _refined(classes, values)
-        done = all(len(members) == 1 for members in classes)
-        gaps = _overlaps(classes, tokens, values)
-        rho = rational(0) if pool and done else _shrinkage(gaps)
-        sides = [(rho * over, (1 - rho) * gap) for gap, over in gaps] or [
-            (rational(0), min((b - a for a, b in _consecutive(classes, values)), default=rational(1)))
-        ]
-        worst = max(sides, key=lambda pair: pair[0] / pair[1])
-        tightest = worst if tightest is None or worst[0] / worst[1] > tightest[0] / tightest[1] else tightest
-        tokens = [
-            [rho * t + (1 - rho) * value for t in sequence] for sequence, value in zip(tokens, values, strict=True)
-        ]
+        rho = _shrinkage(_overlaps(classes, tokens, values))
+        sides += _sides(classes, tokens, values, rho)
+        tokens = _shrunk(tokens, values, rho)
         rounds.append(Round(move, rho))
-    if not rounds and pool:
-        rounds.append(Round(Move(), rational(0)))
-        tokens = [[statistic_of(t)] * len(t) for t in tokens]
-    found = entry(
-        "separation",
-        max(1, len(rounds)),
-        "no two sources are the same set",
-        {
-            "S": len(rounds),
-            "moves": sum(bool(r.move.neurons) for r in rounds),
-            "smallest rho": min((r.rho for r in rounds), default=1),
-        },
-        "rho (top_a - bottom_b) < (1 - rho)(phi_b - phi_a)",
-        tightest,
-    )
-    return _blocks(line, rounds, statistic), tokens, found
+    return _Separated(rounds or [Round(Move(), rational(1))], tokens, max(sides, key=_quotient, default=None))
+
+
+def _hat(tokens: list[list[Rational]], stuck: list[int], unit: Rational) -> Move:
+    """A triangular hat that lifts one token, which some of the stuck sequences have and others lack, above all others."""
+    in_all = set.intersection(*(set(tokens[j]) for j in stuck))
+    lifted = max(t for j in stuck for t in tokens[j] if t not in in_all)
+    everything = sorted({t for sequence in tokens for t in sequence})
+    neighbours = [abs(t - lifted) for t in everything if t != lifted]
+    reach = floor_power(min([*neighbours, unit]) / 2)
+    slope = (everything[-1] + unit / 4 - lifted) / reach
+    return Move(((lifted - reach, slope), (lifted, -2 * slope), (lifted + reach, slope)))
+
+
+# -- both
+
+
+def _shrunk(tokens: list[list[Rational]], values: list[Rational], rho: Rational) -> list[list[Rational]]:
+    return [[rho * t + (1 - rho) * value for t in sequence] for sequence, value in zip(tokens, values, strict=True)]
 
 
 def _shrinkage(gaps: list[tuple[Rational, Rational]]) -> Rational:
@@ -114,30 +224,28 @@ def _shrinkage(gaps: list[tuple[Rational, Rational]]) -> Rational:
     return floor_to(rho, floor_power(rho) / 8)
 
 
-def _blocks(line: Line, rounds: list[Round], statistic: Statistic) -> list[Block]:
+def _reducing(line: Line, step: Round, statistic: Statistic) -> Block:
     """The first block is the reduction, too: its functional is the one that tells tokens apart."""
-    first = rounds[0] if rounds else Round(Move(), rational(1))
-    blocks = []
-    for k, step in enumerate([first, *rounds[1:]]):
-        neurons = [(-kink, vector(slope)) for kink, slope in step.move.neurons]
-        if k == 0:
-            shifted = [(bias + line.offset, column) for bias, column in neurons]
-            block = feed_forward("reduction", 0, line.functional, [(line.offset, vector(rational(1))), *shifted])
-        else:
-            block = feed_forward("separation", 1, {0: rational(1)} if neurons else {}, neurons)
-        if rounds:
-            axis: Functional = {0: rational(1)} if statistic == "max" else {}
-            block = block.attending(step.rho, 1 - step.rho, rational(0), axis, axis)
-        blocks.append(block)
-    return blocks
+    neurons = [(line.offset - kink, vector(slope)) for kink, slope in step.move.neurons]
+    block = feed_forward("reduction", 0, line.functional, [(line.offset, vector(rational(1))), *neurons])
+    return _attending(block, step, statistic)
+
+
+def _block(step: Round, statistic: Statistic) -> Block:
+    neurons = [(-kink, vector(slope)) for kink, slope in step.move.neurons]
+    block = feed_forward("separation", 1, {0: rational(1)} if neurons else {}, neurons)
+    return _attending(block, step, statistic)
+
+
+def _attending(block: Block, step: Round, statistic: Statistic) -> Block:
+    if step.rho == 1:
+        return block
+    axis: Functional = {0: rational(1)} if statistic == "max" else {}
+    return block.attending(step.rho, 1 - step.rho, rational(0), axis, axis)
 
 
 def _mean(values: Sequence[Rational]) -> Rational:
     return sum(values[1:], values[0]) / len(values)
-
-
-def _splits(classes: list[list[int]], values: list[Rational]) -> bool:
-    return any(len({values[j] for j in members}) > 1 for members in classes)
 
 
 def _refined(classes: list[list[int]], values: list[Rational]) -> list[list[int]]:
@@ -170,48 +278,13 @@ def _overlaps(
     return found
 
 
-def _bend(tokens: list[list[Rational]], stuck: list[int], unit: Rational) -> Move:
-    """``t -> t - relu(t - c) / 2``, increasing, with a kink that gives the stuck sequences different means.
-
-    The means of relu(t - c) are piecewise linear in c, with kinks at tokens only. Were they equal for two sequences at every
-    token, they would be equal everywhere, and with them the uniform measures on the two sets.
-    """
-    del unit
-    members = [sorted(tokens[j]) for j in stuck]
-    sums = [list(accumulate(reversed(t))) for t in members]  # of the largest k + 1 tokens
-
-    def means(kink: Rational) -> list[Rational]:
-        found = []
-        for t, total in zip(members, sums, strict=True):
-            above = len(t) - bisect_right(t, kink)
-            found.append((total[above - 1] - above * kink) / len(t) if above else rational(0))
-        return found
-
-    return Move(((_best(sorted({t for sequence in members for t in sequence}), means), rational(-1, 2)),))
+def _sides(
+    classes: list[list[int]], tokens: list[list[Rational]], values: list[Rational], rho: Rational
+) -> list[tuple[Rational, Rational]]:
+    """Both sides of the inequality, for all consecutive classes."""
+    overlaps = [(rho * over, (1 - rho) * gap) for gap, over in _overlaps(classes, tokens, values)]
+    return overlaps or [(rational(0), b - a) for a, b in _consecutive(classes, values)]
 
 
-def _best(candidates: list[Rational], means: Callable[[Rational], list[Rational]]) -> Rational:
-    """The candidate with the most different means, then the widest smallest difference; among a spread of them first."""
-    step = max(1, len(candidates) // _TRIES)
-    for chosen in (candidates[::step], candidates):
-        scored = [(_score(means(kink)), kink) for kink in chosen]
-        (count, _), kink = max(scored, key=lambda pair: pair[0])
-        if count > 1:
-            return kink
-    raise AssertionError("two sources are the same set, which SequencePairs excludes")
-
-
-def _score(values: list[Rational]) -> tuple[int, Rational]:
-    distinct = sorted(set(values))
-    return len(distinct), min((b - a for a, b in pairwise(distinct)), default=rational(0))
-
-
-def _hat(tokens: list[list[Rational]], stuck: list[int], unit: Rational) -> Move:
-    """A triangular hat that lifts one token, which some of the stuck sequences have and others lack, above all others."""
-    in_all = set.intersection(*(set(tokens[j]) for j in stuck))
-    lifted = max(t for j in stuck for t in tokens[j] if t not in in_all)
-    everything = sorted({t for sequence in tokens for t in sequence})
-    neighbours = [abs(t - lifted) for t in everything if t != lifted]
-    reach = floor_power(min([*neighbours, unit]) / 2)
-    slope = (everything[-1] + unit / 4 - lifted) / reach
-    return Move(((lifted - reach, slope), (lifted, -2 * slope), (lifted + reach, slope)))
+def _quotient(sides: tuple[Rational, Rational]) -> Rational:
+    return sides[0] / sides[1]

@@ -1,0 +1,62 @@
+"""What ``interpolate`` says in JSON, and where it may write."""
+
+from __future__ import annotations
+
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+from sinkformer.cli.interpolate_options import Dtype
+from sinkformer.cli.session import check_writable, usage
+from sinkformer.interpolation import Export, Interpolant, Verdict, theorem_blocks, theorem_parameters
+from sinkformer.plots import check_format
+
+_WRITTEN = ("model.safetensors", "config.json", "certificate.json")
+
+
+def record(built: Interpolant, verdict: Verdict | None, folder: Path | None, export: Export | None) -> dict[str, Any]:
+    """Everything; fractions as ``"p/q"``, None for what was not asked for, and for a predicted error without bound."""
+    data, kind = built.pairs, built.kind
+    theorem = theorem_blocks(data.N, data.K, kind), theorem_parameters(data.d, data.N, data.K, kind)
+    found: dict[str, Any] = {
+        "pairs": {name: getattr(data, name) for name in ("N", "n", "m", "d", "K", "M")},
+        "method": built.method,
+        "attention": kind,
+        "tau": str(built.tau),
+        "tau_star": None if built.tau_star is None else str(built.tau_star),
+        "blocks": built.L,
+        "width": built.width,
+        "parameters": built.parameters,
+        "theorem": dict(zip(("blocks", "parameters"), theorem, strict=True)),
+        "ledger": built.ledger.to_dict(),
+        "verdict": None,
+        "export": None,
+    }
+    if verdict is not None:
+        found["verdict"] = {"status": verdict.status, "reason": verdict.reason, "precision": verdict.precision}
+    if export is not None:
+        predicted = export.predicted if isfinite(export.predicted) else None
+        errors = {"predicted": predicted, "measured": export.measured}
+        found["export"] = {"folder": str(folder), "dtype": str(export.dtype).removeprefix("torch."), **errors}
+    return found
+
+
+def check_outputs(data: str, save: Path | None, dtype: Dtype | None, plot: Path | None) -> None:
+    """Raise unless all that is to be written can be written later.
+
+    Raises:
+        BadParameter: a format of weights that nobody asked to save.
+        OSError: a folder or a file that cannot be written, or is the input.
+        ConfigError: a picture of no known format.
+    """
+    if dtype is not None and save is None:
+        raise usage("--dtype belongs to --save")
+    check_writable(plot, inputs=[data])
+    if plot is not None and plot.suffix.lower() != ".gif":
+        check_format(plot)
+    if save is None or not save.exists():
+        return
+    if not save.is_dir():
+        raise NotADirectoryError(20, "is a file; name a folder to write", str(save))
+    for name in _WRITTEN:
+        check_writable(save / name, inputs=[data])
