@@ -9,35 +9,20 @@ defaults of ``Aligner`` were chosen on edinburgh/train with this script and its 
 """
 
 import argparse
-import json
 import os
 import sys
 import time
-from itertools import islice
 from pathlib import Path
 
+from sinkformer.metrics import score_alignments
 from sinkformer.text import Aligner
+from sinkformer.text.gold import LinkedPair, read_links
 
 SETS = ("edinburgh/dev", "mtref/dev", "msr_rte/dev")
 
 
-def read(path: Path, limit: int) -> list[dict]:
-    with path.open(encoding="utf-8") as file:
-        return [json.loads(line) for line in islice(file, limit)]
-
-
-def score(records: list[dict], predictions: list[set]) -> tuple[float, float, float, float]:
-    """(F1, precision, recall, AER), each in percent."""
-    found = sure_size = gold_size = found_sure = found_gold = 0
-    for record, links in zip(records, predictions, strict=True):
-        sure = set(map(tuple, record["sure"]))
-        gold = sure | set(map(tuple, record["possible"]))
-        found, sure_size, gold_size = found + len(links), sure_size + len(sure), gold_size + len(gold)
-        found_sure, found_gold = found_sure + len(links & sure), found_gold + len(links & gold)
-    precision, recall = found_gold / max(found, 1), found_gold / max(gold_size, 1)
-    f1 = 2 * precision * recall / max(precision + recall, 1e-12)
-    aer = 1 - (found_sure + found_gold) / max(found + sure_size, 1)
-    return 100 * f1, 100 * precision, 100 * recall, 100 * aer
+def read(path: Path, limit: int) -> tuple[LinkedPair, ...]:
+    return read_links(path).pairs[:limit]
 
 
 def main() -> None:
@@ -59,10 +44,11 @@ def main() -> None:
     for name in arguments.sets:
         records = read(Path(folder) / f"{name}.jsonl", arguments.limit)
         start = time.perf_counter()
-        results = list(aligner.align([(r["source"], r["target"]) for r in records]))
+        results = list(aligner.align([(r.source, r.target) for r in records]))
         speed = len(records) / (time.perf_counter() - start)
-        f1, p, r, aer = score(records, [set(result.links) for result in results])
-        print(f"{name:<16}{len(records):>6}{f1:>7.1f}{p:>7.1f}{r:>7.1f}{aer:>7.1f}{speed:>9.1f}")
+        found = score_alignments([r.links for r in results], [r.sure for r in records], [r.possible for r in records])
+        scores = (found.micro.f1, found.micro.precision, found.micro.recall_gold, found.micro.aer)
+        print(f"{name:<16}{len(records):>6}{''.join(f'{100 * x:>7.1f}' for x in scores)}{speed:>9.1f}")
 
 
 if __name__ == "__main__":

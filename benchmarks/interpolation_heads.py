@@ -27,8 +27,7 @@ import json
 import math
 import random
 import time
-from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import combinations
 from typing import Any
 
@@ -38,6 +37,7 @@ from sinkformer.interpolation.construction import construct
 from sinkformer.interpolation.datasets import SequencePairs
 from sinkformer.interpolation.phases.projection import ceiling
 from sinkformer.interpolation.phases.reduction import reduce_to_line
+from sinkformer.interpolation.phases.separation import kinks
 from sinkformer.interpolation.rationals import rational
 
 WIDTH = 4
@@ -52,41 +52,10 @@ def families(N: int, seed: int) -> Iterator[tuple[str, list[Any]]]:
     yield "equal sums", [[[t] for t in x] for x in random.Random(seed).sample(sums, min(N, len(sums)))]
     pairs = [((c, c + 3), (c + 1, c + 2)) for c in range(0, 5 * N, 10)]
     yield "pairs of equal means", [[[t] for t in x] for pair in pairs for x in pair][:N]
-    ends = [
-        [-10],
-        [10 * N],
-    ]  # sequence j differs from the others at place j alone, which moves no mean, maximum or minimum
+    # Sequence j differs from the others at place j alone, which moves no mean, maximum or minimum.
+    ends = [[-10], [10 * N]]
     inner = [[*ends, *([10 * i + t] for i in range(N) for t in ((0, 3) if i == j else (1, 2)))] for j in range(N)]
     yield "one place each", inner
-
-
-def kinks_for(tokens: Sequence[Sequence[Any]], known: Sequence[tuple[Any, ...]]) -> list[Any]:
-    """Kinks, greedily, until what is known of the sequences, and the means of their relus, tell all of them apart."""
-    places = sorted({t for sequence in tokens for t in sequence})
-    table = [relu_means(tokens, kink) for kink in places]
-    classes, found = numbered(known), []
-    while len(set(classes)) < len(tokens):
-        best = max(table, key=lambda values: len(set(zip(classes, values, strict=True))))
-        found.append(places[table.index(best)])
-        classes = numbered(list(zip(classes, best, strict=True)))
-    return found
-
-
-def relu_means(tokens: Sequence[Sequence[Any]], kink: Any) -> list[Any]:
-    found = []
-    for t in tokens:
-        above = t[bisect_right(t, kink) :]
-        found.append((sum(above, rational(0)) - len(above) * kink) / len(t))
-    return found
-
-
-def numbered(keys: Sequence[Any]) -> list[int]:
-    number = {key: k for k, key in enumerate(dict.fromkeys(keys))}
-    return [number[key] for key in keys]
-
-
-def mean(t: Sequence[Any]) -> Any:
-    return sum(t, rational(0)) / len(t)
 
 
 def measure(name: str, X: list[Any], seed: int) -> dict[str, Any]:
@@ -95,10 +64,9 @@ def measure(name: str, X: list[Any], seed: int) -> dict[str, Any]:
     built = construct(pairs, method="direct", seed=seed)
     separation = next(e for e in built.ledger if e.phase == "separation").constants
     line, _ = reduce_to_line(pairs, ceiling(pairs), pairs.scale, rational(1, 16), seed)
-    tokens = list(map(sorted, line.tokens))
-    means = [mean(t) for t in tokens]
+    means = [sum(t, rational(0)) / len(t) for t in line.tokens]
     r = int(separation["kinks"])
-    more = kinks_for(tokens, [(centre, t[0], t[-1]) for centre, t in zip(means, tokens, strict=True)])
+    more = kinks(line.tokens, [(mean, min(t), max(t)) for mean, t in zip(means, line.tokens, strict=True)])
     assert separation["S"] == line_blocks(r)
     values = [name, N, len(set(means)), r, *(max(1, math.ceil(r / (c - 1))) for c in (2, 3, 4)), separation["S"]]
     values += [built.certificate.check().status == "proved", len(more), line_blocks(len(more))]

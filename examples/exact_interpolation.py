@@ -114,7 +114,7 @@ def main() -> None:
     print(f"\nsummaries: N = {N} sequences of n = {n} tokens, m = {m} targets each, in R^{d}")
     ledger = networks(X, Y)["direct"].ledger
     separations = next(entry.blocks for entry in ledger if entry.phase == "separation")
-    comparisons = [compare(N, length, m, d, separations=separations) for length in range(m, n + 1)]
+    comparisons = [compare(N=N, n=length, m=m, d=d, separations=separations) for length in range(m, n + 1)]
     print(f"\n{comparisons[-1]}")
 
     sf.plots.save(sf.plots.phases(sentences["paper"]), args.output)

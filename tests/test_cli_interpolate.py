@@ -207,7 +207,7 @@ def test_a_table_in_a_terminal(run, data, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "{path}, column 1: expected JSON, received something else: Expecting value"),
+        ("", "{path}: expected JSON, received an empty file"),
         ("[]", "{path}: expected a JSON object, received list"),
         ('{"X": []}', "{path}: expected the keys 'X' and 'Y', received ['X']"),
         ('{"x": [], "Y": []}', "{path}: expected the keys 'x' and 'y', received ['Y', 'x']"),
@@ -215,7 +215,7 @@ def test_a_table_in_a_terminal(run, data, monkeypatch, capsys):
         ('{"X": [],\n "Y": oh}', "{path}, line 2, column 7: expected JSON, received something else"),
         ('{"X": [], "Y": []}', "{path}: expected at least one pair of sequences, received none"),
         ('{"x": [[1]], "y": [[1]]}\n{"x": 5, "y": []}', "{path}, line 2, key 'x': expected a list, received int"),
-        ('{"x": [[1]], "y": [[1]]}\n\n{"x": [[2]], "y": [[2]]}', "{path}, line 2, column 1: expected JSON"),
+        ('{"x": [[1]], "y": [[1]]}\n\n{"x": [[2]], "y"}', "{path}, line 3, column 17: expected JSON"),
         ('{"x": [[1]], "y": [[1]]}\n{"x": [[2]]}', "{path}, line 2: expected the keys 'x' and 'y', received ['x']"),
         ('{"x": [[NaN]], "y": [[1]]}', "{path}: expected finite tokens, received nan in X[0][0]"),
         ('{"x": [["one"]], "y": [[1]]}', "{path}: expected real numbers in X[0][0], received 'one'"),
@@ -238,7 +238,7 @@ def test_errors_of_the_data_name_file_and_line(run, tmp_path):
     assert done.exit_code == 1
     assert done.stderr.startswith(f"error: {path}: expected at most as many targets as tokens")
     assert "Y[1]" in done.stderr
-    assert done.stderr.endswith("(line j + 1 of the file has X[j] and Y[j])\n")
+    assert done.stderr.endswith("(X[j] and Y[j] are the pair of line j + 1, blank lines not counted)\n")
     (tmp_path / "latin.json").write_bytes(b'{"X": "\xe9"}')
     assert "not UTF-8" in run(tmp_path / "latin.json").stderr
     assert run(tmp_path / "none.json").stderr == f"error: {tmp_path / 'none.json'}: No such file or directory\n"

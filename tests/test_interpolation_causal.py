@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -347,18 +346,32 @@ def test_tokens_at_the_right_targets_of_other_tokens_are_refuted():
 def test_tokens_are_checked_in_any_softmax_too():
     X, Y = [[A, B, C], [B, D]], [[[1, 1], [2, 2]], [[3, 3]]]
     built = construct(X, Y, attention="softmax", method="paper")
-    ends = [
-        [min(range(len(y)), key=lambda k, end=end, y=y: abs(end[0] - y[k][0])) for end in built.model(points_of(x))]
-        for x, y in zip(X, Y, strict=True)
-    ]
-    verdict = check_tokens(built, ends)
+    verdict = check_tokens(built, ends(built))
     assert verdict.status == "proved"
     assert verdict.precision == 128
-    assert check_tokens(replace(built, tau=Fraction(1000)), ends).status in ("undecided", "refuted")
+    assert check_tokens(replace(built, tau=Fraction(1000)), ends(built)).status == "refuted"
 
 
-def points_of(x: Any) -> torch.Tensor:
-    return torch.tensor(x, dtype=torch.float64)
+def test_tokens_close_to_an_edge_take_more_bits():
+    built = construct([[A, B, C], [B, D]], [[[1, 1], [2, 2]], [[3, 3]]], attention="softmax", method="paper")
+    low, high = 16 * built.tau, 64 * built.tau
+    for _ in range(150):
+        middle = (low + high) / 2
+        proved = replace(built, tau=middle).certificate.check()
+        low, high = (middle, high) if proved else (low, middle)
+    inside, outside = replace(built, tau=low), replace(built, tau=high)
+    verdict = check_tokens(inside, ends(inside))
+    assert (verdict.status, verdict.precision) == ("proved", 512)
+    verdict = check_tokens(outside, ends(inside))
+    assert (verdict.status, verdict.precision) == ("refuted", 512)
+
+
+def ends(built: Interpolant) -> list[list[int]]:
+    """For every token the target of its sequence that is nearest to where it ends, in float64."""
+    return [
+        torch.cdist(built.trace(x.floats)[-1].points, torch.from_numpy(y.floats)).argmin(1).tolist()
+        for x, y in zip(built.pairs.X, built.pairs.Y, strict=True)
+    ]
 
 
 def test_saved_and_loaded(shared, tmp_path):
@@ -437,9 +450,13 @@ def test_the_collapse_under_a_mask_needs_the_leader_first(kind):
     assert sorted(outcomes) == ["proved", "refuted", "refuted", "refuted"]
 
 
-def test_means_of_prefixes_in_gathering_are_the_eigenvectors_of_the_docstring():
-    for m in range(1, 6):
-        values = [math.comb(i - 1, m - 1) for i in range(1, 9)]
-        means = [Fraction(sum(values[:i]), i) for i in range(1, 9)]
-        assert means == [Fraction(v, m) for v in values]
-    assert all(a <= b for a, b in pairwise(values))
+@pytest.mark.parametrize("m", range(1, 6))
+def test_means_of_prefixes_have_the_eigenvectors_of_the_docstring(m):
+    path = Trie(SequencePairs([[[i] for i in range(8)]], [[[0]]]))
+    values = [math.comb(i, m - 1) for i in range(8)]
+    assert list(map(fraction, path.means(list(map(rational, values))))) == [Fraction(v, m) for v in values]
+
+
+def test_common_targets_of_a_prefix_are_those_of_all_sequences_that_begin_with_it():
+    pairs = SequencePairs([[A, B], [A, C, D]], [[A, B], [B, C, A]])
+    assert [len(common) for common in Trie(pairs).common] == [2, 2, 3, 3]

@@ -575,7 +575,7 @@ BAD_LAYERS = {
     "dtypes": (lambda: FeedForward(1.0, W, U.double(), B), DTypeError, "one floating-point dtype, received .*float32.*float64"),
     "integers": (lambda: FeedForward(1.0, W.long(), U.long(), B.long()), DTypeError, "floating-point dtype, received .*int64"),
     "devices": (lambda: FeedForward(1.0, W, U.to("meta"), B), DeviceError, "on one device, received .*cpu.*meta"),
-    "pair": (lambda: Attention(0.0, 1.0, (1.0, P)), ShapeError, r"a triple \(alpha, p, q\) or a matrix, received 2 entries"),
+    "pair": (lambda: Attention(0.0, 1.0, (1.0, P)), ShapeError, r"a triple \(alpha, p, q\) or a matrix, received a tuple of 2"),
     "q": (lambda: Attention(0.0, 1.0, (1.0, P, B)), ShapeError, r"expected q of shape \(2,\), received shape \(3,\)"),
     "V": (lambda: Attention(0.0, W, 1.0), ShapeError, r"expected V of shape \(2, 2\), received shape \(2, 3\)"),
     "A": (lambda: Attention(0.0, torch.eye(2), torch.eye(3)), ShapeError, r"expected A of shape \(2, 2\), .* \(3, 3\)"),
@@ -598,7 +598,8 @@ BAD_LAYERS = {
         ShapeError, "blocks of one dimension, received 3 and 2 at position 1",
     ),
     "blocks' dtypes": (
-        lambda: TokenTransformer([mixed().blocks[0], mixed(torch.float32).blocks[0]]), DTypeError, "blocks of one dtype",
+        lambda: TokenTransformer([mixed().blocks[0], mixed(torch.float32).blocks[0]]), DTypeError,
+        "received torch.float64 and torch.float32 at position 1",
     ),
     "dim": (lambda: TokenTransformer.random(0, 1, 1), ConfigError, "expected dim as a whole number >= 1, received 0"),
     "length": (lambda: TokenTransformer.random(1, 0, 1), ConfigError, "expected length as a whole number >= 1"),

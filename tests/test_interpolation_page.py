@@ -37,8 +37,8 @@ def test_the_table_of_counts():
     rows = dict(re.findall(r"^\| ([a-z-]+) \| (\d+ \| \d+) \|", PAGE, flags=re.MULTILINE))
     assert set(rows) == {"paper", "direct", "two-pass", "knots"}
     N, n, m, d = 20, 300, 3, 16
-    _, theorem, direct, resnet = compare(N, n, m, d, separations=1).rows
-    assert theorem.blocks == theorem_blocks(N, N * m, "softmax")
+    _, theorem, direct, resnet = compare(N=N, n=n, m=m, d=d, separations=1).rows
+    assert theorem.blocks == theorem_blocks(N=N, K=N * m, kind="softmax")
     for name, row in (("paper", theorem), ("direct", direct)):
         assert rows[name] == f"{row.blocks} | {row.parameters}"
     assert f"take a ResNet {resnet.parameters} parameters" in PAGE

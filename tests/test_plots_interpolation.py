@@ -119,7 +119,7 @@ def test_paths_that_do_not_belong_together(built, line):
     stages = built.trace(data(2)[0][0])
     with pytest.raises(ShapeError, match="received 11 sequences"):
         plots.token_paths([stages] * 11, plots.new_axes((5, 5)))
-    with pytest.raises(ShapeError, match="went through one network"):
+    with pytest.raises(ShapeError, match="received leader and interpolation as stage 2 of sequences 0 and 1"):
         plots.token_paths([stages, line.trace(data(1)[0][0])], plots.new_axes((5, 5)))
 
 
@@ -230,7 +230,7 @@ def test_frames_go_through_all_phases_in_view(blocks):
 
 
 def comparisons(lengths=(2, 5, 8, 11, 20, 40, 80, 320)):
-    return [compare(10, n, 2, 16, separations=1) for n in lengths]
+    return [compare(N=10, n=n, m=2, d=16, separations=1) for n in lengths]
 
 
 def dots(ax):
@@ -262,7 +262,8 @@ def test_dots_beyond_the_lengths_are_left_out():
 
 
 @pytest.mark.parametrize(
-    "found", [[], comparisons((3,)), comparisons((3, 3)), [*comparisons((3, 4)), compare(10, 5, 3, 16, separations=1)]]
+    "found",
+    [[], comparisons((3,)), comparisons((3, 3)), [*comparisons((3, 4)), compare(N=10, n=5, m=3, d=16, separations=1)]],
 )
 def test_comparisons_that_do_not_belong_together(found):
     with pytest.raises(ShapeError, match="expected comparisons for at least two lengths n, with the same N, m, d"):

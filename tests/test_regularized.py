@@ -11,7 +11,8 @@ from torch import Tensor
 from sinkformer import Measure
 from sinkformer.errors import ConfigError, DTypeError, NonFiniteError, ShapeError
 from sinkformer.interpolation.layers import Attention, Block, FeedForward, TokenTransformer
-from sinkformer.interpolation.regularized import Run, Tikhonov, teacher, tikhonov
+from sinkformer.interpolation.regularized import Run, Tikhonov, tikhonov
+from sinkformer.interpolation.teachers import teacher
 from sinkformer.metrics import hausdorff
 
 

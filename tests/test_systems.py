@@ -868,3 +868,13 @@ def test_a_draft_is_the_plan_up_to_its_tolerance(name):
         assert float((draft.sum(-1) - mu.weights).abs().sum(-1).max()) <= 2 * tolerance
         assert float((draft.sum(-2) - nu.weights).abs().sum(-1).max()) <= 2 * tolerance
     assert float((system.draft(mu, nu, 1e-9) - exact).abs().sum((-1, -2)).max()) < 1e-6
+
+
+def test_drafts_check_their_measures():
+    system, sampler = named("eot")
+    mu, nu = sampler.pairs(2, generator=torch.Generator().manual_seed(0))
+    with pytest.raises(DTypeError, match="float64"):
+        system.draft(mu.to(torch.float32), nu.to(torch.float32), 1e-7)
+    solid = sf.Measure.uniform(torch.zeros(2, 3, 3, dtype=torch.float64))
+    with pytest.raises(ShapeError, match="dimensions"):
+        system.draft(solid, solid, 1e-7)

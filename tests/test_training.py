@@ -968,3 +968,9 @@ def test_logits_head_by_head_are_those_of_the_features():
     found = logits_of(model, batch, bfloat16=False)
     expected = torch.einsum("gsir,gtjr->gstij", model.source_encoder(mu), model.target_encoder(nu)) / 0.1
     assert torch.allclose(found, expected, rtol=0, atol=1e-11)
+
+
+def test_a_system_of_other_dimensions_is_refused():
+    model = SinkhornTransformer(SinkhornTransformerConfig(dim=3, width=8))
+    with pytest.raises(ShapeError, match="dimensions"):
+        fit(model, (EntropicTransport(dims=(2, 2)), PairSampler(dims=(3, 3))), steps=1)

@@ -1,4 +1,4 @@
-"""The command line: ``sinkformer couple | align | w1 | interpolate | info``. Results on stdout, words on stderr."""
+"""The command line: ``sinkformer couple | align | evaluate | w1 | interpolate | info``. Results on stdout, words on stderr."""
 
 from __future__ import annotations
 

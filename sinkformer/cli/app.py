@@ -9,13 +9,14 @@ import typer
 
 from sinkformer.cli.align import align
 from sinkformer.cli.couple import couple
+from sinkformer.cli.evaluate import evaluate
 from sinkformer.cli.info import info
 from sinkformer.cli.interpolate import interpolate
 from sinkformer.cli.w1 import w1
 
 app = typer.Typer(
     name="sinkformer",
-    help="Couplings of texts, how far couplings are apart, and transformers that interpolate. "
+    help="Couplings of texts, scores of word links, how far couplings are apart, and transformers that interpolate. "
     "Results on stdout, messages on stderr. Exit codes: 0 done, 1 failed, 2 wrong usage, 3 not converged (with --strict).",
     no_args_is_help=True,
     add_completion=False,
@@ -40,5 +41,5 @@ def _root(
     """Options of the whole program."""
 
 
-for verb in (couple, align, w1, interpolate, info):
+for verb in (couple, align, evaluate, w1, interpolate, info):
     app.command()(verb)

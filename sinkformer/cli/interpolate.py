@@ -26,6 +26,7 @@ def interpolate(
     request: i.Request = "for_float",
     statistic: i.Statistic = "mean",
     tau: i.Tau = None,
+    seed: i.Seed = 0,
     check: i.Check = False,
     save: i.Save = None,
     dtype: i.SavedDtype = None,
@@ -41,8 +42,8 @@ def interpolate(
     given: dict[str, Any] = {"attention": attention, "method": method, "request": request, "statistic": statistic}
     with session(quiet=quiet, debug=debug):
         check_outputs(data, save, dtype, plot)
-        built = construct(read_data(data), tau=i.temperature(tau), **given)
-        verdict = built.certificate.check() if check else None
+        built = construct(read_data(data), tau=i.temperature(tau), seed=seed, **given)
+        verdict = built.certificate.check() if check or save is not None else None
         if not json:
             print_network(built)
             print("not checked; --check proves it" if verdict is None else verdict)
@@ -55,5 +56,5 @@ def interpolate(
             animation(built, plot)
         elif plot is not None:
             save_picture(phases(built), plot)
-    if verdict is not None and not verdict:
+    if check and not verdict:
         raise typer.Exit(FAILED)

@@ -24,10 +24,13 @@ def read_data(path: str) -> SequencePairs:
         ShapeError, NonFiniteError, DTypeError, DatasetError: of ``SequencePairs``, with the name of the file.
     """
     text = read_text(path).rstrip()
-    rows = text.split("\n")
-    by_line = len(rows) > 1 and _is_object(rows[0])
+    path = "standard input" if path == "-" else path
+    rows = [(k, row) for k, row in enumerate(text.split("\n"), 1) if row.strip()]
+    if not rows:
+        raise FormatError(f"{path}: expected JSON, received an empty file; {_FORM}")
+    by_line = len(rows) > 1 and _is_object(rows[0][1])
     if by_line:
-        found = [_parsed(row, ("x", "y"), f"{path}, line {k}") for k, row in enumerate(rows, 1)]
+        found = [_parsed(row, ("x", "y"), f"{path}, line {k}") for k, row in rows]
         X, Y = [x for x, _ in found], [y for _, y in found]
     elif '"x"' in text and '"X"' not in text:  # one line, one pair
         x, y = _parsed(text, ("x", "y"), path)
@@ -37,7 +40,7 @@ def read_data(path: str) -> SequencePairs:
     try:
         return SequencePairs(X, Y)
     except (ShapeError, NonFiniteError, DTypeError, DatasetError) as error:
-        note = " (line j + 1 of the file has X[j] and Y[j])" if by_line else ""
+        note = " (X[j] and Y[j] are the pair of line j + 1, blank lines not counted)" if by_line else ""
         raise type(error)(f"{path}: {error}{note}") from None
 
 

@@ -9,7 +9,8 @@ from typing import Annotated
 
 import typer
 
-from sinkformer.errors import ConfigError
+from sinkformer.errors import ConfigError, DTypeError
+from sinkformer.interpolation.datasets import number
 
 _NETWORK, _OUTPUT = "Network", "Output"
 
@@ -40,6 +41,9 @@ Tau = Annotated[
         rich_help_panel=_NETWORK,
     ),
 ]
+Seed = Annotated[
+    int, typer.Option(min=0, help="Of the functional that tells the tokens apart.", rich_help_panel=_NETWORK)
+]
 Check = Annotated[bool, typer.Option("--check", help="Prove it in exact arithmetic, or exit with code 1.")]
 Save = Annotated[
     Path | None, typer.Option(metavar="FOLDER", help="Write model and certificate.", rich_help_panel=_OUTPUT)
@@ -61,6 +65,6 @@ def temperature(text: str | None) -> Fraction | None:
         ConfigError: it spells none.
     """
     try:
-        return None if text is None else Fraction(text)
-    except (ValueError, ZeroDivisionError):
+        return None if text is None else number(text)
+    except DTypeError:
         raise ConfigError(f"expected --tau as a number, such as 0.5 or 1/3, received {text!r}") from None

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from math import isfinite
 from pathlib import Path
 from typing import Any
 
 from sinkformer.cli.interpolate_options import Dtype
 from sinkformer.cli.session import check_writable, usage
 from sinkformer.interpolation import Export, Interpolant, Verdict, theorem_blocks, theorem_parameters
+from sinkformer.interpolation.rationals import spelled
 from sinkformer.plots import check_format
 
 _WRITTEN = ("model.safetensors", "config.json", "certificate.json")
@@ -17,13 +17,13 @@ _WRITTEN = ("model.safetensors", "config.json", "certificate.json")
 def record(built: Interpolant, verdict: Verdict | None, folder: Path | None, export: Export | None) -> dict[str, Any]:
     """Everything; fractions as ``"p/q"``, None for what was not asked for, and for a predicted error without bound."""
     data, kind = built.pairs, built.kind
-    theorem = theorem_blocks(data.N, data.K, kind), theorem_parameters(data.d, data.N, data.K, kind)
+    theorem = theorem_blocks(N=data.N, K=data.K, kind=kind), theorem_parameters(d=data.d, N=data.N, K=data.K, kind=kind)
     found: dict[str, Any] = {
         "pairs": {name: getattr(data, name) for name in ("N", "n", "m", "d", "K", "M")},
         "method": built.method,
         "attention": kind,
-        "tau": str(built.tau),
-        "tau_star": None if built.tau_star is None else str(built.tau_star),
+        "tau": spelled(built.tau),
+        "tau_star": None if built.tau_star is None else spelled(built.tau_star),
         "blocks": built.L,
         "width": built.width,
         "parameters": built.parameters,
@@ -33,11 +33,9 @@ def record(built: Interpolant, verdict: Verdict | None, folder: Path | None, exp
         "export": None,
     }
     if verdict is not None:
-        found["verdict"] = {"status": verdict.status, "reason": verdict.reason, "precision": verdict.precision}
+        found["verdict"] = verdict.to_dict()
     if export is not None:
-        predicted = export.predicted if isfinite(export.predicted) else None
-        errors = {"predicted": predicted, "measured": export.measured}
-        found["export"] = {"folder": str(folder), "dtype": str(export.dtype).removeprefix("torch."), **errors}
+        found["export"] = {"folder": str(folder), **export.to_dict()}
     return found
 
 

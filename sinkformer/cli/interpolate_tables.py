@@ -23,7 +23,7 @@ def print_network(built: Interpolant) -> None:
     )
     print(f"{built.method}, {kind}{_temperature(built)}\n")
     _print_ledger(built.ledger)
-    theorem = theorem_blocks(data.N, data.K, kind), theorem_parameters(data.d, data.N, data.K, kind)
+    theorem = theorem_blocks(N=data.N, K=data.K, kind=kind), theorem_parameters(d=data.d, N=data.N, K=data.K, kind=kind)
     rows = [
         ("", "blocks", "parameters", ""),
         ("this network", built.L, built.parameters, f"(10 d + 8) L, width {built.width}"),

@@ -9,7 +9,9 @@
 
 Alcalde, Fantuzzi and Zuazua prove that transformers of 2 sum m_j + O(N) blocks of width 4 map any N sequences to any targets.
 ``construct`` writes the weights down as rational numbers, by the phases of their proof or by shorter ones of ours; ``check``
-follows every token in exact arithmetic. Needs python-flint (extra ``exact``); the modules and the diagnostics do without it.
+follows every token in exact arithmetic. ``construct_causal`` does it where a token sees only those before it; ``assign`` chooses
+the targets of its tokens, ``check_tokens`` proves that they are reached. Needs python-flint (extra ``exact``); modules and
+diagnostics do without it.
 """
 
 from sinkformer.interpolation.blocks import ExactBlock as ExactBlock
@@ -36,7 +38,7 @@ from sinkformer.interpolation.layers import TokenTransformer as TokenTransformer
 from sinkformer.interpolation.ledger import Entry as Entry
 from sinkformer.interpolation.ledger import Ledger as Ledger
 from sinkformer.interpolation.regularized import Tikhonov as Tikhonov
-from sinkformer.interpolation.regularized import teacher as teacher
 from sinkformer.interpolation.regularized import tikhonov as tikhonov
+from sinkformer.interpolation.teachers import teacher as teacher
 from sinkformer.interpolation.verification import Certificate as Certificate
 from sinkformer.interpolation.verification import Verdict as Verdict

@@ -7,8 +7,10 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import TYPE_CHECKING, Literal
 
+from sinkformer.errors import ModelError
+from sinkformer.interpolation.datasets import SequencePairs
 from sinkformer.interpolation.rationals import fraction, rational
-from sinkformer.interpolation.vectors import Functional, Space, Vector, combination
+from sinkformer.interpolation.vectors import Functional, Row, Space, Vector, combination
 
 if TYPE_CHECKING:
     from sinkformer.interpolation.rationals import Rational
@@ -25,12 +27,12 @@ class Block:
     Attributes:
         phase: what the block does.
         eta: factor of the identity in the feed-forward layer.
-        functional: U.
-        biases: the b_k.
-        columns: the W_k.
         rho: factor of the identity in the attention layer.
         beta: factor of the attended value.
         alpha: factor of the identity in A.
+        functional: U.
+        biases: the b_k.
+        columns: the W_k; their rows of the data are targets.
         p: left vector of the rank-one part of A.
         q: right vector.
         causal: token i attends to the tokens ``l <= i`` only.
@@ -38,12 +40,12 @@ class Block:
 
     phase: str
     eta: Rational
+    rho: Rational
+    beta: Rational
+    alpha: Rational
     functional: Functional = field(default_factory=dict)
     biases: tuple[Rational, ...] = ()
     columns: tuple[Vector, ...] = ()
-    rho: Rational = None  # type: ignore[assignment]
-    beta: Rational = None  # type: ignore[assignment]
-    alpha: Rational = None  # type: ignore[assignment]
     p: Functional = field(default_factory=dict)
     q: Functional = field(default_factory=dict)
     causal: bool = False
@@ -92,15 +94,46 @@ def feed_forward(
     phase: str, eta: Rational | int, functional: Functional, neurons: Sequence[tuple[Rational, Vector]]
 ) -> Block:
     """A block whose attention is the identity; a neuron is a bias and a column."""
-    one, zero = rational(1), rational(0)
-    return Block(
-        phase, rational(eta), functional, tuple(b for b, _ in neurons), tuple(w for _, w in neurons), one, zero, zero
-    )
+    biases, columns = tuple(bias for bias, _ in neurons), tuple(column for _, column in neurons)
+    return Block(phase, rational(eta), rational(1), rational(0), rational(0), functional, biases, columns)
 
 
 def identity() -> Block:
     """The block that does nothing."""
     return feed_forward("identity", 1, {}, ())
+
+
+def check_blocks(blocks: Sequence[Block], pairs: SequencePairs) -> None:
+    """Whether blocks are maps of R^d at all: a column for every bias, coordinates below d, tokens that are in the data.
+
+    Raises:
+        ModelError: one is not.
+    """
+    for number, block in enumerate(blocks):
+        if len(block.biases) != len(block.columns):
+            raise ModelError(
+                f"expected a column for every bias in block {number}, received {len(block.biases)} biases and "
+                f"{len(block.columns)} columns; construct the network again"
+            )
+        coordinates = [*block.functional, *block.p, *block.q]
+        bases = [basis for column in block.columns for basis in column]
+        wrong = [basis for basis in coordinates if not _is_coordinate(basis, pairs)]
+        wrong += [basis for basis in bases if not (_is_coordinate(basis, pairs) or _is_target(basis, pairs))]
+        if wrong:
+            raise ModelError(
+                f"expected coordinates below {pairs.d} and tokens of the targets in block {number}, received {wrong[0]}; "
+                "construct the network again"
+            )
+
+
+def _is_coordinate(basis: int | Row, pairs: SequencePairs) -> bool:
+    return isinstance(basis, int) and 0 <= basis < pairs.d
+
+
+def _is_target(basis: int | Row, pairs: SequencePairs) -> bool:
+    if not isinstance(basis, Row) or basis.side != "Y" or not 0 <= basis.sequence < pairs.N:
+        return False
+    return 0 <= basis.token < len(pairs.Y[basis.sequence])
 
 
 @dataclass(frozen=True)

@@ -54,28 +54,31 @@ data, mark the order in a coordinate.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from itertools import combinations, pairwise
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 
-from sinkformer.errors import ConfigError, DatasetError
-from sinkformer.interpolation.blocks import Block, Kind, feed_forward
-from sinkformer.interpolation.construction import Interpolant
+from sinkformer.errors import ConfigError, DatasetError, SinkformerError
+from sinkformer.interpolation.blocks import Block, Kind
+from sinkformer.interpolation.construction import check_choice, check_seed, pairs_of
 from sinkformer.interpolation.datasets import Key, SequencePairs
-from sinkformer.interpolation.following import Following, Form, UndecidedError
+from sinkformer.interpolation.following import Following, Form
+from sinkformer.interpolation.interpolants import Interpolant
 from sinkformer.interpolation.ledger import Entry, Ledger, entry
-from sinkformer.interpolation.phases.groups import Group, ramps_below
+from sinkformer.interpolation.phases.groups import grouped, ramps_below
 from sinkformer.interpolation.phases.projection import ceiling
 from sinkformer.interpolation.phases.reduction import Line, reduce_to_line
-from sinkformer.interpolation.phases.separation import Move, Round
+from sinkformer.interpolation.phases.separation import Move, Round, blocks_of
 from sinkformer.interpolation.phases.targets import interpolate
-from sinkformer.interpolation.rationals import library, rational
-from sinkformer.interpolation.vectors import Row, vector
-from sinkformer.interpolation.verification import Verdict
+from sinkformer.interpolation.rationals import rational
+from sinkformer.interpolation.vectors import Row
+from sinkformer.interpolation.verification import Verdict, leaves_out
 
 if TYPE_CHECKING:
     from sinkformer.interpolation.rationals import Rational
@@ -85,7 +88,6 @@ Assignment = Sequence[Sequence[int]]
 
 _SHARES = 16  # rho is tried in multiples of one over it, and finer ones if all of them merge places
 _KINKS = 64
-_BITS = 128
 _PATIENCE = 12  # rounds of gathering that do not pay, before it is given up
 
 
@@ -120,23 +122,19 @@ def construct_causal(
         ConfigError: an unknown option, or no assignment of targets to tokens.
         MissingExtraError: python-flint is not installed.
     """
-    pairs = _pairs(X, Y)
-    if attention not in get_args(Kind):
-        raise ConfigError(
-            f"expected attention to be one of {', '.join(map(repr, get_args(Kind)))}, received {attention!r}"
-        )
-    if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
-        raise ConfigError(f"expected seed as a non-negative int, received {seed!r}")
+    pairs = pairs_of(X, Y)
+    check_choice("attention", attention, get_args(Kind))
+    check_seed(seed)
     trie = Trie(pairs)
     found = _feasible(pairs, trie)
-    goals = _goals(pairs, trie, assign(pairs) if assignment is None else assignment)
+    goals = _goals(pairs, trie, _assigned(pairs, trie) if assignment is None else assignment)
     top = ceiling(pairs)
     line, reduced = reduce_to_line(pairs, top, pairs.scale, rational(1, 16), seed)
     separating, places, separated = _separate(trie, line, goals)
-    groups, grouped = _groups(places, goals, top)
+    groups, cut = grouped(_runs(places, goals), top, "no place holds two targets", {"nodes": len(trie)})
     moving, moved = interpolate(ramps_below(groups, [{group.target: rational(1)} for group in groups]), 2, top)
     blocks = tuple(replace(block, causal=True) for block in (*separating, *moving))
-    ledger = Ledger((found, reduced, separated, grouped, moved))
+    ledger = Ledger((found, reduced, separated, cut, moved))
     return Interpolant(pairs, attention, Fraction(1), None, "causal", blocks, ledger)
 
 
@@ -151,44 +149,38 @@ def assign(pairs: SequencePairs) -> list[list[int]]:
     """
     trie = Trie(pairs)
     _feasible(pairs, trie)
-    common, chosen = _common(pairs, trie), []
-    used: list[frozenset[Key]] = []
-    for v, parent in enumerate(trie.parents):
-        before = used[parent] if parent >= 0 else frozenset()
-        order = pairs.Y[trie.members[v][0]].keys
-        fresh = next((key for key in order if key in common[v] and key not in before), None)
-        chosen.append(chosen[parent] if fresh is None else fresh)  # a root has something fresh
-        used.append(before | {chosen[v]})
-    return [[y.keys.index(chosen[v]) for v in path] for y, path in zip(pairs.Y, trie.paths, strict=True)]
+    return _assigned(pairs, trie)
 
 
 def check_tokens(built: Interpolant, assignment: Assignment) -> Verdict:
     """Whether token i of ``X_j`` ends at target ``assignment[j][i]`` of ``Y_j``, for all i and j: more than equality of sets.
 
-    Works for any ``Interpolant``. Exact; a softmax of scores that differ is enclosed to 128 bits, and undecided where these are
-    not enough.
+    Works for any ``Interpolant``, by the arithmetic of ``Certificate.check``.
 
     Raises:
         ConfigError: no assignment of targets to tokens.
+        MissingExtraError: python-flint is not installed.
     """
     pairs = built.pairs
     wanted = list(_numbers(pairs, assignment))
-    run = Following(pairs, built.kind, rational(built.tau), _BITS)
-    try:
-        with library().ctx.workprec(_BITS):
-            for block in built.blocks:
-                run.step(block)
-    except UndecidedError as reason:
-        return Verdict("undecided", str(reason), _BITS)
-    bits = _BITS if run.enclosed else None
-    for j, i, k in wanted:
-        number = run.sequences[j][i]
-        token = run.tokens[number]
-        if not isinstance(token, Form) or not token.exact:
-            return Verdict("undecided", f"{run.place(number)} is known by an enclosure only", bits)
-        if run.space.dense(token.point) != pairs.Y[j].row(k):
-            return Verdict("refuted", f"{run.place(number)} does not end at Y[{j}][{k}]", bits)
-    return Verdict("proved", f"all {pairs.M} tokens end at the targets assigned to them", bits)
+
+    def compare(run: Following, bits: int | None) -> Verdict:
+        open_end: str | None = None
+        for j, i, k in wanted:
+            number = run.sequences[j][i]
+            token, target = run.tokens[number], pairs.Y[j].row(k)
+            if isinstance(token, Form) and token.exact:
+                off = run.space.dense(token.point) != target
+            else:
+                off = leaves_out(run, token, [target])
+                open_end = f"{run.place(number)} ends in an enclosure that does not say whether it is Y[{j}][{k}]"
+            if off:
+                return Verdict("refuted", f"{run.place(number)} does not end at Y[{j}][{k}]", bits)
+        if open_end is not None:
+            return Verdict("undecided", open_end, bits)
+        return Verdict("proved", f"all {pairs.M} tokens end at the targets assigned to them", bits)
+
+    return built.certificate.decided(compare)
 
 
 class Trie:
@@ -198,6 +190,7 @@ class Trie:
         parents: for every node the number of the prefix without its last token; -1 if it has no other token.
         depths: its number of tokens.
         members: the sequences that begin with it, in order.
+        common: the targets that all of them have.
         paths: for every sequence the nodes of its tokens.
     """
 
@@ -218,6 +211,8 @@ class Trie:
                 self.members[v].append(j)
                 path.append(v)
             self.paths.append(path)
+        targets = [frozenset(y.keys) for y in pairs.Y]
+        self.common = [frozenset.intersection(*(targets[j] for j in members)) for members in self.members]
 
     def __len__(self) -> int:
         """Number of nodes."""
@@ -234,15 +229,10 @@ class Trie:
 # -- targets for the nodes
 
 
-def _common(pairs: SequencePairs, trie: Trie) -> list[set[Key]]:
-    """For every node the targets that all sequences through it have."""
-    return [set.intersection(*(set(pairs.Y[j].keys) for j in members)) for members in trie.members]
-
-
 def _feasible(pairs: SequencePairs, trie: Trie) -> Entry:
     """Condition (c) of the proposition, at every node."""
     sides: list[tuple[int, int]] = []
-    for v, common in enumerate(_common(pairs, trie)):
+    for v, common in enumerate(trie.common):
         if not common:
             raise DatasetError(_nothing_in_common(pairs, trie.members[v], trie.depths[v]))
         for j in trie.members[v]:
@@ -259,6 +249,19 @@ def _feasible(pairs: SequencePairs, trie: Trie) -> Entry:
         "m_j < |A(v)| + n_j - |v| + 1",
         (rational(needed), rational(room)),
     )
+
+
+def _assigned(pairs: SequencePairs, trie: Trie) -> list[list[int]]:
+    """What ``assign`` returns, where condition (c) holds."""
+    chosen: list[Key] = []
+    used: list[frozenset[Key]] = []
+    for v, parent in enumerate(trie.parents):
+        before = used[parent] if parent >= 0 else frozenset()
+        order = pairs.Y[trie.members[v][0]].keys
+        fresh = next((key for key in order if key in trie.common[v] and key not in before), None)
+        chosen.append(chosen[parent] if fresh is None else fresh)  # a root has something fresh
+        used.append(before | {chosen[v]})
+    return [[y.keys.index(chosen[v]) for v in path] for y, path in zip(pairs.Y, trie.paths, strict=True)]
 
 
 def _nothing_in_common(pairs: SequencePairs, members: list[int], depth: int) -> str:
@@ -350,7 +353,7 @@ def _separate(trie: Trie, line: Line, goals: list[Row]) -> tuple[list[Block], li
         t = _pooled(t, phi, rho)
         rounds.append(Round(move, rho))
     separated = len(rounds)
-    t, gathered = _gather(trie, t, goals)
+    _, t, gathered = min(_gathered(trie, t, goals), key=itemgetter(0))
     rounds += gathered
     found = entry(
         "separation",
@@ -366,30 +369,31 @@ def _separate(trie: Trie, line: Line, goals: list[Row]) -> tuple[list[Block], li
         "0 < distance of two places",
         (rational(0), _narrowest(t)),
     )
-    return _blocks(line, rounds), t, found
+    return blocks_of(line, rounds), t, found
 
 
-def _gather(trie: Trie, t: list[Rational], goals: list[Row]) -> tuple[list[Rational], list[Round]]:
-    """Further rounds, as many as make the network shortest; none where every one costs more than it saves.
+def _gathered(trie: Trie, t: list[Rational], goals: list[Row]) -> Iterator[tuple[int, list[Rational], list[Round]]]:
+    """After 0, 1, 2, ... rounds of gathering: the blocks of these and the ramps, the places, the rounds. While more may pay.
 
     Rho is zero, or as small as it may be if that would bring two targets to one place.
     """
     rounds: list[Round] = []
-    best, kept, needed = (t, 0), _ramp_blocks(t, goals), -(-len(set(goals)) // 2)
-    while len(rounds) < best[1] + _PATIENCE and len(rounds) + 1 + needed < kept:
+    fewest, least, patience = _ramp_blocks(t, goals), math.ceil(len(set(goals)) / 2), _PATIENCE
+    yield fewest, t, rounds
+    while patience and len(rounds) + 1 + least < fewest:
         phi = trie.means(t)
         rho = next((rho for rho in _shares() if not _mixed(_pooled(t, phi, rho), goals)), None)
         if rho is None:
-            break
-        t = _pooled(t, phi, rho)
-        rounds.append(Round(Move(), rho))
-        if len(rounds) + _ramp_blocks(t, goals) < kept:
-            best, kept = (t, len(rounds)), len(rounds) + _ramp_blocks(t, goals)
-    return best[0], rounds[: best[1]]
+            return
+        t, rounds = _pooled(t, phi, rho), [*rounds, Round(Move(), rho)]
+        blocks = len(rounds) + _ramp_blocks(t, goals)
+        yield blocks, t, rounds
+        patience = _PATIENCE if blocks < fewest else patience - 1
+        fewest = min(fewest, blocks)
 
 
 def _ramp_blocks(t: Sequence[Rational], goals: Sequence[Row]) -> int:
-    return -(-len(_runs(t, goals)) // 2)
+    return math.ceil(len(_runs(t, goals)) / 2)
 
 
 def _shares() -> list[Rational]:
@@ -422,7 +426,7 @@ def _bend(trie: Trie, t: list[Rational]) -> Move:
         best = max(kinks, key=parted)
         if parted(best) > len(places):
             return Move(((best, rational(-1, 2)),))
-    raise AssertionError("two prefixes are the same, which a trie excludes")
+    raise SinkformerError("no kink parts two prefixes, which is a defect of sinkformer: those of a trie differ")
 
 
 def _share(t: Sequence[Rational], phi: Sequence[Rational]) -> Rational:
@@ -446,38 +450,6 @@ def _narrowest(values: Iterable[Rational]) -> Rational:
     return min((b - a for a, b in pairwise(sorted(set(values)))), default=rational(1))
 
 
-def _blocks(line: Line, rounds: list[Round]) -> list[Block]:
-    """The first block carries the reduction to the line, too."""
-    first = rounds[0] if rounds else Round(Move(), rational(1))
-    blocks: list[Block] = []
-    for k, step in enumerate([first, *rounds[1:]]):
-        neurons = [(-kink, vector(slope)) for kink, slope in step.move.neurons]
-        if k == 0:
-            shifted = [(bias + line.offset, column) for bias, column in neurons]
-            block = feed_forward("reduction", 0, line.functional, [(line.offset, vector(rational(1))), *shifted])
-        else:
-            block = feed_forward("separation", 1, {0: rational(1)} if neurons else {}, neurons)
-        blocks.append(block.attending(step.rho, 1 - step.rho, rational(0), {}, {}) if rounds else block)
-    return blocks
-
-
-def _groups(places: list[Rational], goals: list[Row], floor: Rational) -> tuple[list[Group], Entry]:
-    """Neighbours with one target, from the top down."""
-    runs = _runs(places, goals)
-    tops = [floor, *(top for _, top, _ in runs)]
-    groups = [Group(bottom, top, below, goal) for (bottom, top, goal), below in zip(runs, tops, strict=False)]
-    narrowest = min(group.bottom - group.below for group in groups)
-    found = entry(
-        "groups",
-        0,
-        "no place holds two targets",
-        {"nodes": len(places), "groups": len(groups), "narrowest gap": narrowest},
-        "0 < narrowest gap",
-        (rational(0), narrowest),
-    )
-    return groups[::-1], found
-
-
 def _runs(places: Sequence[Rational], goals: Sequence[Row]) -> list[tuple[Rational, Rational, Row]]:
     """Neighbours with one target, in increasing order: the lowest, the highest, the target."""
     runs: list[tuple[Rational, Rational, Row]] = []
@@ -487,11 +459,3 @@ def _runs(places: Sequence[Rational], goals: Sequence[Row]) -> list[tuple[Ration
         else:
             runs.append((t, t, goal))
     return runs
-
-
-def _pairs(X: Iterable[Any] | SequencePairs, Y: Iterable[Any] | None) -> SequencePairs:
-    if isinstance(X, SequencePairs) and Y is None:
-        return X
-    if isinstance(X, SequencePairs) or Y is None:
-        raise ConfigError("expected X and Y as sequences, or SequencePairs alone; give one or the other")
-    return SequencePairs(X, Y)

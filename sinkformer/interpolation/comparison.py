@@ -28,7 +28,7 @@ from sinkformer.interpolation.blocks import Kind
 _WIDTH = 4
 
 
-def theorem_blocks(N: int, K: int, kind: Kind) -> int:
+def theorem_blocks(*, N: int, K: int, kind: Kind) -> int:
     """Blocks of the theorem for N sequences and K target tokens: 2 K + 2 N + 1 (hardmax) or 2 K + 3 N (softmax).
 
     Raises:
@@ -36,9 +36,12 @@ def theorem_blocks(N: int, K: int, kind: Kind) -> int:
     """
     _check_counts(N=N, K=K)
     if K < N:
-        raise ConfigError(f"expected K >= N, a target token for every sequence, received K={K} and N={N}")
+        raise ConfigError(
+            f"expected K >= N, a target token for every sequence, received K={K} and N={N}; "
+            f"K is the number of targets of all sequences together"
+        )
     if kind not in get_args(Kind):
-        raise ConfigError(f"expected kind 'hardmax' or 'softmax', received {kind!r}")
+        raise ConfigError(f"expected kind 'hardmax' or 'softmax', received {kind!r}; name one of the two")
     return 2 * K + 2 * N + 1 if kind == "hardmax" else 2 * K + 3 * N
 
 
@@ -49,12 +52,12 @@ def block_parameters(d: int, *, dense: bool = False) -> int:
     return neurons + (2 * d * d + 2 if dense else 2 * d + 4)
 
 
-def theorem_parameters(d: int, N: int, K: int, kind: Kind) -> int:
+def theorem_parameters(*, d: int, N: int, K: int, kind: Kind) -> int:
     """Parameters of all blocks of the theorem, structured: (10 d + 8) (2 K + 2 N + 1) for hardmax. O(d K)."""
-    return block_parameters(d) * theorem_blocks(N, K, kind)
+    return block_parameters(d) * theorem_blocks(N=N, K=K, kind=kind)
 
 
-def direct_blocks(separations: int, K: int) -> int:
+def direct_blocks(*, separations: int, K: int) -> int:
     """Blocks of the direct construction with two targets for each: max(1, S) + ceil(K / 2).
 
     Args:
@@ -66,19 +69,19 @@ def direct_blocks(separations: int, K: int) -> int:
     return max(1, separations) + (K + 1) // 2
 
 
-def resnet_parameters(N: int, d: int, n: int, w: int = 1) -> int:
+def resnet_parameters(*, N: int, d: int, n: int, w: int = 1) -> int:
     """Parameters of a ResNet on flattened sequences: N blocks of width w in R^(d n), N (2 d n w + w + 1). O(d N n)."""
     _check_counts(N=N, d=d, n=n, w=w)
     return N * (2 * d * n * w + w + 1)
 
 
-def lower_bound(d: int, K: int) -> int:
+def lower_bound(*, d: int, K: int) -> int:
     """The number d K: fewer parameters cannot reach all targets, since these fill R^(d K) (dimension count)."""
     _check_counts(d=d, K=K)
     return d * K
 
 
-def break_even(parameters: int, N: int, d: int, w: int = 1) -> int:
+def break_even(parameters: int, *, N: int, d: int, w: int = 1) -> int:
     """Smallest length n at which a ResNet of N blocks of width w has more than ``parameters`` parameters."""
     _check_counts(parameters=parameters, N=N, d=d, w=w)
     return max(1, (parameters - N * (w + 1)) // (2 * d * w * N) + 1)
@@ -135,7 +138,7 @@ class Comparison:
         return "\n".join(lines)
 
 
-def compare(N: int, n: int, m: int, d: int, *, separations: int | None = None) -> Comparison:
+def compare(*, N: int, n: int, m: int, d: int, separations: int | None = None) -> Comparison:
     """Compare the constructions on N sequences of length n with m targets each, in R^d; K = N m.
 
     Args:
@@ -150,32 +153,35 @@ def compare(N: int, n: int, m: int, d: int, *, separations: int | None = None) -
         ConfigError: sizes outside their range; m > n; more separations than ceil(N / 4).
 
     Example:
-        >>> [row.parameters for row in compare(10, 100, 1, 16, separations=1).rows]
+        >>> [row.parameters for row in compare(N=10, n=100, m=1, d=16, separations=1).rows]
         [6888, 8400, 1008, 32020]
     """
     _check_counts(N=N, n=n, m=m, d=d)
     if m > n:
-        raise ConfigError(f"expected m <= n, no more targets than tokens, received m={m} and n={n}")
+        raise ConfigError(f"expected m <= n, no more targets than tokens, received m={m} and n={n}; lower m or raise n")
     worst = -(-N // 4)
     separations = worst if separations is None else separations
     _check_counts(0, separations=separations)
     if separations > worst:
-        raise ConfigError(f"expected separations <= {worst} for N={N} sequences, received {separations}")
+        raise ConfigError(
+            f"expected separations <= {worst} for N={N} sequences, received {separations}; "
+            f"the number is S in the ledger of a network, or None for the worst case"
+        )
     K, each = N * m, block_parameters(d)
     blocks = {
-        "theorem, hardmax": theorem_blocks(N, K, "hardmax"),
-        "theorem, softmax": theorem_blocks(N, K, "softmax"),
-        f"direct, S = {separations}": direct_blocks(separations, K),
+        "theorem, hardmax": theorem_blocks(N=N, K=K, kind="hardmax"),
+        "theorem, softmax": theorem_blocks(N=N, K=K, kind="softmax"),
+        f"direct, S = {separations}": direct_blocks(separations=separations, K=K),
     }
-    lengths = {name: break_even(each * count, N, d) for name, count in blocks.items()}
+    lengths = {name: break_even(each * count, N=N, d=d) for name, count in blocks.items()}
     rows = [
         Count(name, count, each * count, lengths[name], Fraction(lengths[name], m)) for name, count in blocks.items()
     ]
-    resnet = Count("ResNet, w = 1", N, resnet_parameters(N, d, n), None, None)
-    return Comparison(N, n, m, d, (*rows, resnet), lower_bound(d, K))
+    resnet = Count("ResNet, w = 1", N, resnet_parameters(N=N, d=d, n=n), None, None)
+    return Comparison(N, n, m, d, (*rows, resnet), lower_bound(d=d, K=K))
 
 
 def _check_counts(least: int = 1, /, **values: Any) -> None:
     for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ConfigError(f"expected {name} as a whole number >= {least}, received {value!r}")
+            raise ConfigError(f"expected {name} as a whole number >= {least}, received {value!r}; give an int")

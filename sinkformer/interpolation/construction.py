@@ -4,22 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from decimal import Decimal
 from fractions import Fraction
 from math import nextafter
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 
-from sinkformer.errors import ConfigError, SinkformerError
+from sinkformer.errors import ConfigError, DTypeError, NonFiniteError, SinkformerError
 from sinkformer.interpolation.blocks import Block, Kind, identity
 from sinkformer.interpolation.comparison import theorem_blocks
-from sinkformer.interpolation.datasets import SequencePairs, scalar
+from sinkformer.interpolation.datasets import SequencePairs, number
 from sinkformer.interpolation.exporting import unit_roundoff
 from sinkformer.interpolation.interpolants import Interpolant
 from sinkformer.interpolation.ledger import Entry, Ledger, entry
 from sinkformer.interpolation.phases.collapse import collapse
-from sinkformer.interpolation.phases.groups import cut, knots, lattice, ramps_below
+from sinkformer.interpolation.phases.groups import Group, cut, knots, lattice, ramps_below
 from sinkformer.interpolation.phases.leaders import select_leaders
 from sinkformer.interpolation.phases.projection import ceiling, project
 from sinkformer.interpolation.phases.reduction import reduce_to_line
@@ -60,15 +59,15 @@ def construct(
     - ``"two-pass"``: first to an even lattice, one neighbourhood a block, then to the targets, two a block:
       ``max(1, S) + K + ceil(K / 2)`` blocks, which survive rounding to floats where the data do.
     - ``"knots"``: piecewise linear maps with four knots a block. The fewest blocks, for exact work.
-    - ``"auto"``: the smallest network that meets the request.
+    - ``"auto"``: for exact work the smaller of direct and knots; for floats the first of direct and two-pass whose predicted
+      error is at most 1000 roundings of max |Y|, and else the one with the smaller prediction (``predicted_error`` tells).
 
     Args:
         X: N sequences ``(n_j, d)``, or ``SequencePairs``.
         Y: N targets ``(m_j, d)`` with ``m_j <= n_j``; None if X is ``SequencePairs``.
         attention: ``"hardmax"`` or ``"softmax"``.
         method: see above.
-        request: what ``"auto"`` is for: ``"for_float"``, a network whose float64 weights interpolate as well as float64 can say
-            the targets; ``"for_float32"``, the same for float32; or ``"for_exact"``.
+        request: what ``"auto"`` is for: ``"for_float"``, weights in float64; ``"for_float32"``; or ``"for_exact"``.
         statistic: what separates the sequences, the ``"mean"``, or the ``"max"`` of the paper (paper, hardmax only).
         tau: temperature of the softmax; by default tau*, or 1 where every temperature will do. Where it is above tau*,
             the scores of the collapse are scaled instead.
@@ -79,7 +78,7 @@ def construct(
         ConfigError: an unknown option, or options that contradict each other.
         MissingExtraError: python-flint is not installed.
     """
-    pairs = _pairs(X, Y)
+    pairs = pairs_of(X, Y)
     wanted = None if tau is None else _temperature(tau)
     _check(pairs, attention, method, request, statistic, wanted, seed)
     if method == "auto":
@@ -88,13 +87,27 @@ def construct(
 
 
 def _temperature(tau: Any) -> Rational:
-    value = scalar(tau)
-    if isinstance(value, int | float | Fraction | Decimal) and not isinstance(value, bool) and 0 < value < float("inf"):
-        return rational(Fraction(value))
-    raise ConfigError(f"expected a positive, finite temperature tau, received {tau!r}; hardmax is the limit tau -> 0")
+    try:
+        value = number(tau)
+    except NonFiniteError:
+        value = Fraction(0)
+    except DTypeError as error:
+        raise ConfigError(f"tau: {error}") from None
+    if value > 0 and not isinstance(tau, str):
+        return rational(value)
+    received = str(tau) if isinstance(tau, Fraction) else repr(tau)
+    raise ConfigError(
+        f"expected a positive, finite temperature tau, received {received}; hardmax is the limit tau -> 0"
+    )
 
 
-def _pairs(X: Iterable[Any] | SequencePairs, Y: Iterable[Any] | None) -> SequencePairs:
+def pairs_of(X: Iterable[Any] | SequencePairs, Y: Iterable[Any] | None) -> SequencePairs:
+    """The data, given as sequences or as ``SequencePairs``.
+
+    Raises:
+        ShapeError, NonFiniteError, DTypeError, DatasetError: of ``SequencePairs``.
+        ConfigError: ``SequencePairs`` and ``Y``, or neither.
+    """
     if isinstance(X, SequencePairs):
         if Y is not None:
             raise ConfigError(
@@ -115,10 +128,8 @@ def _check(
         ("request", request, get_args(Request)),
         ("statistic", statistic, get_args(Statistic)),
     ):
-        if value not in allowed:
-            raise ConfigError(f"expected {name} to be one of {', '.join(map(repr, allowed))}, received {value!r}")
-    if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
-        raise ConfigError(f"expected seed as a non-negative int, received {seed!r}")
+        check_choice(name, value, allowed)
+    check_seed(seed)
     if tau is not None and attention == "hardmax":
         raise ConfigError(f"expected no temperature for hardmax, received tau={fraction(tau)}; use attention='softmax'")
     if method == "paper" and pairs.d < 2:
@@ -132,6 +143,18 @@ def _check(
         )
 
 
+def check_choice(name: str, value: Any, allowed: tuple[str, ...]) -> None:
+    """Raise ConfigError if an option is none of those allowed."""
+    if value not in allowed:
+        raise ConfigError(f"expected {name} to be one of {', '.join(map(repr, allowed))}, received {value!r}")
+
+
+def check_seed(seed: Any) -> None:
+    """Raise ConfigError if a seed is not a whole number >= 0."""
+    if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
+        raise ConfigError(f"expected seed as a whole number >= 0, received {seed!r}; give one, such as 0")
+
+
 def _smallest(pairs: SequencePairs, kind: Kind, request: Request, tau: Rational | None, seed: int) -> Interpolant:
     """The method with the fewest blocks that meets the request; if none does, the one that comes nearest."""
     if request == "for_exact":
@@ -141,10 +164,10 @@ def _smallest(pairs: SequencePairs, kind: Kind, request: Request, tau: Rational 
     found: list[tuple[float, Interpolant]] = []
     for method in ("direct", "two-pass"):
         built = _build(pairs, kind, method, "mean", tau, seed)
-        found.append((built.predicted_error(dtype), built))
-        if found[-1][0] <= enough:
-            break
-    return min(reversed(found), key=lambda pair: pair[0])[1]
+        found.insert(0, (built.predicted_error(dtype), built))
+        if found[0][0] <= enough:
+            return built
+    return min(found, key=lambda pair: pair[0])[1]
 
 
 def _build(
@@ -159,45 +182,53 @@ def _paper(pairs: SequencePairs, kind: Kind, statistic: Statistic, tau: Rational
     line, reduced = reduce_to_line(pairs, rational(0), rational(1), rational(1, 2), seed)
     separating, tokens, separated = separate(line, statistic, pool=False)
     leading, places, led = select_leaders(pairs, tokens)
-    leading[-1], temperature, collapsed = collapse(leading[-1], tokens, places)
+    leading[-1], star, collapsed = collapse(leading[-1], tokens, places)
     projecting, stops, gap, projected = project(pairs, places)
     moving, moved = interpolate(ramps_at(stops, gap), 1, ceiling(pairs))
     used = [*separating, *leading, projecting, *moving]
-    length = theorem_blocks(pairs.N, pairs.K, kind)
+    length = theorem_blocks(N=pairs.N, K=pairs.K, kind=kind)
     padding = entry("padding", length - len(used), "identity blocks, to the number of the theorem", {"used": len(used)})
     entries = (reduced, separated, led, collapsed, projected, moved, padding)
     blocks = (*used, *[identity()] * (length - len(used)))
-    return _at_temperature(pairs, kind, "paper", blocks, entries, temperature.star, tau)
+    return _at_temperature(pairs, kind, "paper", blocks, entries, star, tau)
 
 
 def _direct(pairs: SequencePairs, kind: Kind, method: str, tau: Rational | None, seed: int) -> Interpolant:
+    blocks, entries = {"direct": _one_pass, "two-pass": _two_pass, "knots": _by_knots}[method](pairs, seed)
+    return _at_temperature(pairs, kind, method, tuple(blocks), tuple(entries), None, tau)
+
+
+def _one_pass(pairs: SequencePairs, seed: int) -> tuple[list[Block], list[Entry]]:
+    top = ceiling(pairs)
+    blocks, entries, groups = _grouped(pairs, top, pairs.scale, rational(1, 16), seed)
+    last, moved = interpolate(ramps_below(groups, [{group.target: rational(1)} for group in groups]), 2, top)
+    return [*blocks, *last], [*entries, moved]
+
+
+def _two_pass(pairs: SequencePairs, seed: int) -> tuple[list[Block], list[Entry]]:
+    """The lattice lies between the targets and the box."""
     scale, top = pairs.scale, ceiling(pairs)
-    two_pass = method == "two-pass"
-    # In two passes the lattice lies between the targets and the box.
-    floor, unit, start = (top + scale / 2, 4 * scale, rational(1, 4)) if two_pass else (top, scale, rational(1, 16))
-    line, reduced = reduce_to_line(pairs, top, unit, start, seed)
-    separating, tokens, separated = separate(line, "mean", pool=pairs.m == 1)
+    blocks, entries, groups = _grouped(pairs, top + scale / 2, 4 * scale, rational(1, 4), seed)
+    stops, gap = lattice(groups, top, scale)
+    spreading, spread = interpolate(ramps_below(groups, [vector(stop.t) for stop in stops]), 1, stops[0].t, "lattice")
+    last, moved = interpolate(ramps_at(stops, gap), 2, top)
+    return [*blocks, *spreading, *last], [*entries, spread, moved]
+
+
+def _by_knots(pairs: SequencePairs, seed: int) -> tuple[list[Block], list[Entry]]:
+    blocks, entries, groups = _grouped(pairs, ceiling(pairs), pairs.scale, rational(1, 16), seed)
+    last, moved = knots(groups, max(y.largest_first for y in pairs.Y))
+    return [*blocks, *last], [*entries, moved]
+
+
+def _grouped(
+    pairs: SequencePairs, floor: Rational, unit: Rational, start: Rational, seed: int
+) -> tuple[list[Block], list[Entry], list[Group]]:
+    """Neighbourhoods on a line above the floor, in decreasing order."""
+    line, reduced = reduce_to_line(pairs, ceiling(pairs), unit, start, seed)
+    blocks, tokens, separated = separate(line, "mean", pool=pairs.m == 1)
     groups, grouped = cut(pairs, tokens, floor)
-    entries: list[Entry] = [reduced, separated, grouped]
-    if method == "knots":
-        moving, moved = knots(groups, max(y.largest_first for y in pairs.Y))
-        entries.append(moved)
-    else:
-        moving = []
-        if two_pass:
-            stops, gap = lattice(groups, top, scale)
-            spreading, spread = interpolate(
-                ramps_below(groups, [vector(stop.t) for stop in stops]), 1, stops[0].t, "lattice"
-            )
-            ramps = ramps_at(stops, gap)
-            moving += spreading
-            entries.append(spread)
-        else:
-            ramps = ramps_below(groups, [{group.target: rational(1)} for group in groups])
-        last, moved = interpolate(ramps, 2, top)
-        moving += last
-        entries.append(moved)
-    return _at_temperature(pairs, kind, method, (*separating, *moving), tuple(entries), None, tau)
+    return blocks, [reduced, separated, grouped], groups
 
 
 def _at_temperature(

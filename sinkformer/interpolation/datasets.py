@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
@@ -15,10 +16,13 @@ import numpy as np
 import torch
 
 from sinkformer.errors import DatasetError, DTypeError, NonFiniteError, ShapeError
-from sinkformer.interpolation.rationals import power_of_two, rational
+from sinkformer.interpolation.rationals import floor_power, rational
 
 if TYPE_CHECKING:
     from sinkformer.interpolation.rationals import Rational
+
+_LARGEST_EXPONENT = 10_000
+_POWER = re.compile(r"[eE]([+-]?[0-9_]+)\s*$")
 
 Key = bytes | tuple[Fraction, ...]
 
@@ -59,7 +63,7 @@ class Tokens:
 
     def dot(self, weights: Sequence[int]) -> list[Rational]:
         """``<weights, x>`` for every token x, for integer weights."""
-        return [rational(above, below) for above, below in map(self._dot_row, range(len(self)), [weights] * len(self))]
+        return [rational(*self._dot_row(i, weights)) for i in range(len(self))]
 
     def _dot_row(self, i: int, weights: Sequence[int]) -> tuple[int, int] | tuple[Fraction, int]:
         if self.fractions:
@@ -170,13 +174,7 @@ class SequencePairs:
     def scale(self) -> Rational:
         """The smallest power of two above every ``|y|``; one if all are zero."""
         largest = max(y.largest for y in self.Y)
-        if largest == 0:
-            return power_of_two(0)
-        above, below = int(largest.p), int(largest.q)
-        k = above.bit_length() - below.bit_length() - 1  # 2**k <= largest
-        while power_of_two(k) <= largest:
-            k += 1
-        return power_of_two(k)
+        return 2 * floor_power(largest) if largest > 0 else rational(1)
 
     def _check_dimensions(self) -> None:
         for name, side in (("X", self.X), ("Y", self.Y)):
@@ -217,6 +215,7 @@ def read_tokens(value: Any, name: str) -> Tokens:
     """
     if isinstance(value, torch.Tensor):
         value = _array(value, name)
+    value = np.asarray(value) if isinstance(value, np.matrix) else value
     if isinstance(value, np.ma.MaskedArray):
         raise DTypeError(f"expected plain numbers, received {name} as a masked array; give the tokens that are there")
     if isinstance(value, np.ndarray) and value.dtype.kind not in "OUS":
@@ -236,7 +235,7 @@ def read_tokens(value: Any, name: str) -> Tokens:
 
 
 def _sequences(value: Any, name: str) -> list[Any]:
-    if isinstance(value, str) or not _iterable(value):
+    if not _iterable(value):
         raise ShapeError(
             f"expected {name} as a list of sequences, received {type(value).__name__}; give [x_1, ..., x_N]"
         )
@@ -244,11 +243,16 @@ def _sequences(value: Any, name: str) -> list[Any]:
 
 
 def _iterable(value: Any) -> bool:
-    return isinstance(value, Iterable) and getattr(value, "ndim", 1) != 0
+    """Whether a value is a list of something, in an order."""
+    listed = isinstance(value, Iterable) and not isinstance(value, str | bytes | dict | set | frozenset)
+    return listed and getattr(value, "ndim", 1) != 0
 
 
 def _array(value: torch.Tensor, name: str) -> np.ndarray:
-    if value.dtype.is_complex or value.layout != torch.strided or value.device.type == "meta":
+    plain = (
+        value.layout == torch.strided and value.device.type != "meta" and not (value.is_nested or value.is_quantized)
+    )
+    if value.dtype.is_complex or not plain:
         raise DTypeError(
             f"expected a dense tensor of real numbers, received {name} of dtype {value.dtype}, layout {value.layout}, on "
             f"{value.device}; convert it first"
@@ -259,11 +263,11 @@ def _array(value: torch.Tensor, name: str) -> np.ndarray:
 
 def _rows(value: Any, name: str) -> list[list[Any]]:
     remedy = "a sequence is a list of tokens, a token a list of d numbers"
-    if isinstance(value, str) or not _iterable(value):
+    if not _iterable(value):
         raise ShapeError(f"expected {name} of shape (tokens, d), received {type(value).__name__}; {remedy}")
     rows = list(value)
     for i, row in enumerate(rows):
-        if isinstance(row, str) or not _iterable(row):
+        if not _iterable(row):
             raise ShapeError(f"expected {name}[{i}] to be a list of d numbers, received {type(row).__name__}; {remedy}")
     return [list(row) for row in rows]
 
@@ -311,20 +315,50 @@ def scalar(entry: Any) -> Any:
     return entry.item() if isinstance(entry, np.generic | np.ndarray) and entry.size == 1 else entry
 
 
-def _fraction(entry: Any, name: str) -> Fraction:
-    entry = scalar(entry)
-    if (isinstance(entry, float) and not math.isfinite(entry)) or (
-        isinstance(entry, Decimal) and not entry.is_finite()
+def number(value: Any) -> Fraction:
+    """A real number, exactly: an int, a float, a Fraction, a Decimal, a text such as ``"1/3"`` or ``"1e-3"``, or an array of one.
+
+    Raises:
+        NonFiniteError: a NaN or an infinity.
+        DTypeError: anything else, or an exponent beyond 10000, which would not fit into the memory for long.
+    """
+    value = scalar(value)
+    if isinstance(value, float | Decimal) and not (
+        math.isfinite(value) if isinstance(value, float) else value.is_finite()
     ):
-        raise NonFiniteError(f"expected finite tokens, received {entry} in {name}; remove or replace the token")
-    if isinstance(entry, int | float | Fraction | Decimal | str) and not isinstance(entry, bool):
+        raise NonFiniteError(f"expected a finite number, received {value}")
+    if isinstance(value, int | float | Fraction | Decimal | str) and not isinstance(value, bool):
         try:
-            return Fraction(entry)
+            if _exponent(value) <= _LARGEST_EXPONENT:
+                return Fraction(value)
         except (ValueError, ZeroDivisionError):
             pass
     raise DTypeError(
-        f"expected real numbers in {name}, received {str(entry)!r}; give int, float, Fraction, or text like '1/3'"
+        f"expected a real number with an exponent up to {_LARGEST_EXPONENT}, received {str(value)[:60]!r}; give int, float, "
+        "Fraction, or text like '1/3'"
     )
+
+
+def _exponent(value: Any) -> int:
+    """The size of the power of ten of a Decimal or a text."""
+    if isinstance(value, Decimal):
+        return abs(value.adjusted())
+    power = _POWER.search(value) if isinstance(value, str) else None
+    return abs(int(power[1])) if power else 0
+
+
+def _fraction(entry: Any, name: str) -> Fraction:
+    try:
+        return number(entry)
+    except NonFiniteError:
+        raise NonFiniteError(
+            f"expected finite tokens, received {entry} in {name}; remove or replace the token"
+        ) from None
+    except DTypeError:
+        raise DTypeError(
+            f"expected real numbers in {name}, received {str(entry)[:60]!r}; give int, float, Fraction, or text like "
+            f"'1/3', with an exponent up to {_LARGEST_EXPONENT}"
+        ) from None
 
 
 def _from_fractions(rows: list[list[Fraction]]) -> Tokens:

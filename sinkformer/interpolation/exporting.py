@@ -7,7 +7,8 @@ import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import TYPE_CHECKING
+from math import isfinite
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -45,6 +46,11 @@ class Export:
     predicted: float
     measured: float
 
+    def to_dict(self) -> dict[str, Any]:
+        """Names and numbers, for JSON; a prediction that is not finite is None."""
+        predicted = self.predicted if isfinite(self.predicted) else None
+        return {"dtype": str(self.dtype).removeprefix("torch."), "predicted": predicted, "measured": self.measured}
+
     def __str__(self) -> str:
         """One line."""
         return f"{self.dtype}: error {self.measured:.1e} of max |Y| measured, {self.predicted:.1e} predicted"
@@ -60,15 +66,24 @@ def export(pairs: SequencePairs, blocks: Sequence[Block], kind: Kind, tau: Fract
         PrecisionError: the measured error is more than half the digits of the format, or a number is beyond its range.
         ConfigError: neither float64 nor float32.
     """
-    unit, temperature = unit_roundoff(dtype), _temperature(tau, dtype)
-    predicted = predicted_error(pairs, blocks, kind, temperature, unit)
-    model = TokenTransformer(_modules(pairs, blocks, kind, temperature, dtype))
+    unit = unit_roundoff(dtype)
+    predicted = prediction(pairs, blocks, kind, tau, dtype)
+    model = TokenTransformer(_modules(pairs, blocks, kind, _temperature(tau, dtype), dtype))
     measured = measured_error(pairs, model)
     if not measured <= unit**0.5:
         raise PrecisionError(_too_close(blocks, dtype, predicted, measured))
     if not predicted <= unit**0.5:
         warnings.warn(_doubtful(dtype, predicted, measured), PrecisionWarning, stacklevel=3)
     return Export(model, dtype, predicted, measured)
+
+
+def prediction(pairs: SequencePairs, blocks: Sequence[Block], kind: Kind, tau: Fraction, dtype: torch.dtype) -> float:
+    """Estimate of the largest error of a coordinate after rounding to a format, in units of max |Y|.
+
+    Raises:
+        ConfigError: neither float64 nor float32.
+    """
+    return predicted_error(pairs, blocks, kind, nearest(rational(tau)), unit_roundoff(dtype))
 
 
 def unit_roundoff(dtype: torch.dtype) -> float:
@@ -158,7 +173,8 @@ def _column(pairs: SequencePairs, column: Vector) -> np.ndarray:
     exact: dict[int, Rational] = {}
     for basis, coefficient in column.items():
         if isinstance(basis, Row):
-            found += nearest(coefficient) * pairs.Y[basis.sequence].floats[basis.token]
+            with np.errstate(over="ignore", invalid="ignore"):  # what is beyond the format is refused later
+                found += nearest(coefficient) * pairs.Y[basis.sequence].floats[basis.token]
         else:
             exact[basis] = coefficient
     for i, value in exact.items():

@@ -1,18 +1,19 @@
-"""A constructed network as JSON: the data, the exact blocks, the ledger."""
+"""A constructed network as JSON: the data, the exact blocks, the ledger. What is read is believed in nothing but its form."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 from sinkformer.errors import ModelError
-from sinkformer.interpolation.blocks import Block
+from sinkformer.interpolation.blocks import Block, Kind
 from sinkformer.interpolation.datasets import SequencePairs, Tokens
 from sinkformer.interpolation.ledger import Entry, Ledger
-from sinkformer.interpolation.rationals import fraction, rational
+from sinkformer.interpolation.rationals import fraction, parsed, rational, spelled
 from sinkformer.interpolation.vectors import Row
 
 if TYPE_CHECKING:
@@ -22,16 +23,42 @@ CERTIFICATE = "certificate.json"
 _VERSION = 1
 _KEYS = {"format_version", "data", "kind", "tau", "tau_star", "method", "blocks", "ledger", "verdict", "export"}
 _NUMBERS = ("eta", "rho", "beta", "alpha")
+_BLOCK_KEYS = {"phase", "functional", "biases", "columns", "p", "q", "causal", *_NUMBERS}
+_ENTRY_KEYS = {"phase", "blocks", "hypotheses", "constants", "inequality", "smaller", "larger", "holds"}
+_ROW = re.compile(r"Y:(0|[1-9]\d{0,17}):(0|[1-9]\d{0,17})")
+_COORDINATE = re.compile(r"0|[1-9]\d{0,17}")
 
 
-def write(folder: Path, contents: Mapping[str, Any]) -> None:
-    """Write the certificate into a folder."""
-    folder.mkdir(parents=True, exist_ok=True)
-    text = json.dumps({"format_version": _VERSION, **contents}, indent=1)
-    (folder / CERTIFICATE).write_text(text + "\n", encoding="utf-8")
+class Stored(NamedTuple):
+    """What a certificate holds."""
+
+    pairs: SequencePairs
+    kind: Kind
+    tau: Fraction
+    tau_star: Fraction | None
+    method: str
+    blocks: tuple[Block, ...]
+    ledger: Ledger
 
 
-def read(folder: Path) -> dict[str, Any]:
+def text_of(stored: Stored, verdict: Mapping[str, Any], export: Mapping[str, Any]) -> str:
+    """The contents of ``certificate.json``."""
+    contents = {
+        "format_version": _VERSION,
+        "data": {name: list(map(_rows, side)) for name, side in (("X", stored.pairs.X), ("Y", stored.pairs.Y))},
+        "kind": stored.kind,
+        "tau": spelled(stored.tau),
+        "tau_star": None if stored.tau_star is None else spelled(stored.tau_star),
+        "method": stored.method,
+        "blocks": list(map(_block_to_json, stored.blocks)),
+        "ledger": stored.ledger.to_dict(),
+        "verdict": verdict,
+        "export": export,
+    }
+    return json.dumps(contents, indent=1, allow_nan=False) + "\n"
+
+
+def read(folder: Path) -> Stored:
     """Read it.
 
     Raises:
@@ -41,29 +68,43 @@ def read(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ModelError(f"expected the file {CERTIFICATE} in {folder}; write the folder with save")
     try:
-        contents = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ModelError(f"expected a readable certificate in {folder}; the file is damaged: {error}") from error
-    if not isinstance(contents, dict) or contents.get("format_version") != _VERSION or set(contents) != _KEYS:
+        contents = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refused)
+        return _stored(contents)
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
         raise ModelError(
-            f"expected a certificate of format_version {_VERSION} with the keys {', '.join(sorted(_KEYS))} in {folder}; "
-            "write it again with this release"
-        )
-    return contents
+            f"expected a certificate of format_version {_VERSION} in {folder}, received a damaged one: {error}; save it again"
+        ) from error
 
 
-def data_to_json(pairs: SequencePairs) -> dict[str, Any]:
-    """Floats as numbers, which JSON keeps to the last bit, other fractions as ``"p/q"``."""
-    return {name: list(map(_rows, side)) for name, side in (("X", pairs.X), ("Y", pairs.Y))}
+def _stored(contents: Any) -> Stored:
+    _check_keys("the certificate", contents, _KEYS)
+    if contents["format_version"] is True or contents["format_version"] != _VERSION:
+        raise ValueError(f"format_version is {contents['format_version']!r}")
+    _check_keys("the data", contents["data"], {"X", "Y"})
+    kind, method = contents["kind"], contents["method"]
+    if kind not in get_args(Kind) or not isinstance(method, str):
+        raise ValueError(f"the kind is {kind!r}, the method {method!r}")
+    if contents["blocks"] == []:
+        raise ValueError("there is no block")
+    star = None if contents["tau_star"] is None else _positive("tau_star", contents["tau_star"])
+    return Stored(
+        SequencePairs(*(list(map(_sequence, contents["data"][name])) for name in ("X", "Y"))),
+        kind,
+        _positive("tau", contents["tau"]),
+        star,
+        method,
+        tuple(map(_block, _list("the blocks", contents["blocks"]))),
+        _ledger(contents["ledger"]),
+    )
 
 
-def block_to_json(block: Block) -> dict[str, Any]:
+def _block_to_json(block: Block) -> dict[str, Any]:
     """A block in its compact form: coefficients by coordinate, and by target token as ``"Y:sequence:token"``."""
     return {
         "phase": block.phase,
-        **{name: str(fraction(getattr(block, name))) for name in _NUMBERS},
+        **{name: spelled(getattr(block, name)) for name in _NUMBERS},
         "functional": _coefficients(block.functional),
-        "biases": [str(fraction(bias)) for bias in block.biases],
+        "biases": list(map(spelled, block.biases)),
         "columns": list(map(_coefficients, block.columns)),
         "p": _coefficients(block.p),
         "q": _coefficients(block.q),
@@ -71,95 +112,118 @@ def block_to_json(block: Block) -> dict[str, Any]:
     }
 
 
-def block_from_json(contents: Mapping[str, Any]) -> Block:
-    """What ``block_to_json`` wrote.
-
-    Raises:
-        ModelError: anything else.
-    """
-    try:
-        return Block(
-            contents["phase"],
-            functional=_vector(contents["functional"]),  # type: ignore[arg-type]
-            biases=tuple(map(_number, contents["biases"])),
-            columns=tuple(map(_vector, contents["columns"])),
-            p=_vector(contents["p"]),  # type: ignore[arg-type]
-            q=_vector(contents["q"]),  # type: ignore[arg-type]
-            causal=_flag(contents["causal"]),
-            **{name: _number(contents[name]) for name in _NUMBERS},
-        )
-    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
-        raise ModelError(
-            f"expected a block of a certificate, received a damaged one: {error!r}; save it again"
-        ) from error
-
-
-def ledger_from_json(contents: Mapping[str, Any]) -> Ledger:
-    """What ``Ledger.to_dict`` says.
-
-    Raises:
-        ModelError: anything else.
-    """
-    try:
-        return Ledger(tuple(map(_entry, contents["entries"])))
-    except (KeyError, TypeError, ValueError) as error:
-        raise ModelError(
-            f"expected a ledger of a certificate, received a damaged one: {error!r}; save it again"
-        ) from error
+def _block(contents: Any) -> Block:
+    _check_keys("a block", contents, _BLOCK_KEYS)
+    phase, causal = contents["phase"], contents["causal"]
+    if not isinstance(phase, str) or not isinstance(causal, bool):
+        raise TypeError(f"the phase of a block is {phase!r}, causal is {causal!r}")
+    return Block(
+        phase,
+        functional=_functional(contents["functional"]),
+        biases=tuple(map(parsed, _list("the biases", contents["biases"]))),
+        columns=tuple(map(_vector, _list("the columns", contents["columns"]))),
+        p=_functional(contents["p"]),
+        q=_functional(contents["q"]),
+        causal=causal,
+        **{name: parsed(contents[name]) for name in _NUMBERS},
+    )
 
 
 def _rows(tokens: Tokens) -> list[list[Any]]:
+    """Floats as numbers, which JSON keeps to the last bit, other fractions as ``"p/q"``."""
     if tokens.fractions is None:
         return tokens.floats.tolist()
-    return [list(map(str, row)) for row in tokens.fractions]
+    return [[spelled(rational(value)) for value in row] for row in tokens.fractions]
+
+
+def _sequence(rows: Any) -> list[list[Any]]:
+    return [
+        [fraction(parsed(entry)) if isinstance(entry, str) else entry for entry in _list("a token", row)]
+        for row in _list("a sequence", rows)
+    ]
 
 
 def _coefficients(vector: Mapping[Any, Rational]) -> dict[str, str]:
-    return {_name(basis): str(fraction(value)) for basis, value in vector.items()}
+    return {_name(basis): spelled(value) for basis, value in vector.items()}
 
 
 def _name(basis: int | Row) -> str:
     return f"{basis.side}:{basis.sequence}:{basis.token}" if isinstance(basis, Row) else str(basis)
 
 
-def _number(text: str) -> Rational:
-    return rational(Fraction(text))
+def _vector(contents: Any) -> dict[int | Row, Rational]:
+    return {_basis(name): _coefficient(value) for name, value in contents.items()}
 
 
-def _flag(value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise TypeError(f"{value!r} is neither true nor false")
+def _functional(contents: Any) -> dict[int, Rational]:
+    found = {_basis(name): _coefficient(value) for name, value in contents.items()}
+    return {_coordinate(basis): value for basis, value in found.items()}
+
+
+def _coordinate(basis: int | Row) -> int:
+    if isinstance(basis, Row):
+        raise ValueError(f"a functional has the coefficient {_name(basis)}")
+    return basis
+
+
+def _coefficient(text: Any) -> Rational:
+    value = parsed(text)
+    if value == 0:
+        raise ValueError("a coefficient is zero")
     return value
 
 
-def _vector(contents: Mapping[str, str]) -> dict[int | Row, Rational]:
-    return {_basis(name): _number(value) for name, value in contents.items()}
-
-
 def _basis(name: str) -> int | Row:
-    side, _, place = name.partition(":")
-    if not place:
-        return int(side)
-    sequence, _, token = place.partition(":")
-    return Row(side, int(sequence), int(token))
+    row = _ROW.fullmatch(name)
+    if row:
+        return Row("Y", int(row[1]), int(row[2]))
+    if not _COORDINATE.fullmatch(name):
+        raise ValueError(f"a coefficient is called {name!r}")
+    return int(name)
 
 
-def _entry(contents: Mapping[str, Any]) -> Entry:
-    sides = (None if contents[name] is None else Fraction(contents[name]) for name in ("smaller", "larger"))
-    return Entry(
-        contents["phase"],
-        contents["blocks"],
-        contents["hypotheses"],
-        {name: _constant(value) for name, value in contents["constants"].items()},
-        contents["inequality"],
-        *sides,
-    )
+def _ledger(contents: Any) -> Ledger:
+    _check_keys("the ledger", contents, {"blocks", "holds", "entries"})
+    return Ledger(tuple(map(_entry, _list("the entries", contents["entries"]))))
 
 
-def _constant(value: int | str) -> Fraction | int | str:
-    if isinstance(value, int):
+def _entry(contents: Any) -> Entry:
+    _check_keys("an entry", contents, _ENTRY_KEYS)
+    phase, blocks, hypotheses, inequality = (contents[name] for name in ("phase", "blocks", "hypotheses", "inequality"))
+    if type(blocks) is not int or not all(isinstance(text, str) for text in (phase, hypotheses, inequality)):
+        raise TypeError(f"the entry of phase {phase!r} has {blocks!r} blocks")
+    sides = (None if contents[name] is None else fraction(parsed(contents[name])) for name in ("smaller", "larger"))
+    constants = {name: _constant(value) for name, value in contents["constants"].items()}
+    return Entry(phase, blocks, hypotheses, constants, inequality, *sides)
+
+
+def _constant(value: Any) -> Fraction | int | str:
+    if type(value) is int:
         return value
     try:
-        return Fraction(value)
+        return fraction(parsed(value))
     except ValueError:
         return value
+
+
+def _positive(name: str, text: Any) -> Fraction:
+    value = fraction(parsed(text))
+    if value <= 0:
+        raise ValueError(f"{name} is {text}")
+    return value
+
+
+def _list(name: str, value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise TypeError(f"{name} are no list but {type(value).__name__}")
+    return value
+
+
+def _check_keys(name: str, value: Any, keys: set[str]) -> None:
+    if not isinstance(value, dict) or set(value) != keys:
+        received = sorted(value) if isinstance(value, dict) else type(value).__name__
+        raise ValueError(f"{name} should have the keys {sorted(keys)}, and has {received}")
+
+
+def _refused(name: str) -> Any:
+    raise ValueError(f"a number is {name}")

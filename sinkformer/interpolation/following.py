@@ -219,65 +219,31 @@ class Following:
             return [Form(combination([(block.rho + block.beta, points[0])]))]
         self.enclosed = True
         flat = [self.space.coordinates(x) for x in points]
-        columns = _columns(flat)
-        extents = {i: (min(column), max(column)) for i, column in columns.items()}
-        score = self._scores(block, flat)
-        after: list[Token] = []
+        crowd, score = _Crowd(_columns(flat)), self._scores(block, flat)
         leads: dict[tuple, tuple[int, Rational]] = {}
+        after: list[Token] = []
         for x in flat:
             direction, size = _direction(x), _size(x)
-            if self.sharp or direction not in leads:
-                scores = score(x)
-                star = max(range(len(scores)), key=scores.__getitem__)
-                lead = scores[star] - max(value for k, value in enumerate(scores) if k != star)
-                leads[direction] = star, lead / size if size else lead
-            else:
-                scores, (star, lead) = [], leads[direction]
-                lead *= size
-            after.append(self._softmax_row(block, x, len(flat), scores, star, lead, columns, extents))
+            if direction not in leads:
+                leads[direction] = _lead(score(x), size)
+            star, lead = leads[direction]
+            share = self._others(lead * size if size else lead, len(flat))
+            sides = crowd.weighted(star, self._weights(score(x), star)) if share is None else crowd.within(star, share)
+            after.append(Box({i: _mixed(block, x.get(i, rational(0)), side) for i, side in sides.items()}))
         return after
 
-    def _softmax_row(
-        self,
-        block: Block,
-        x: Vector,
-        count: int,
-        scores: list[Rational],
-        star: int,
-        lead: Rational,
-        columns: dict[int | Row, list[Rational]],
-        extents: dict[int | Row, Interval],
-    ) -> Box:
-        """Enclosures of ``rho x + beta sum_l pi_l x_l``.
-
-        With ``*`` the winner, the sum is ``x_* + sum_l pi_l (x_l - x_*)``: within ``(n - 1) exp(-lead / tau)`` times the extent
-        of the others.
-        """
+    def _others(self, lead: Rational, count: int) -> Rational | None:
+        """A bound of the weights of all but the winner, ``(n - 1) exp(-lead / tau)``; None where they are worth enclosing."""
         arb = library().arb
         others = (-arb(lead / self.tau)).exp() * (count - 1)
         tiny = power_of_two(-2 * self.bits)
-        weights: list[Ball] = []
         if others < arb(tiny):
-            share = tiny
-        elif not self.sharp:
-            share = min(enclosure(others)[1], rational(1))
-        else:
-            share = rational(1)
-            weights = [(-arb((scores[star] - value) / self.tau)).exp() for value in scores]
-        sides: dict[int | Row, Interval] = {}
-        for i, column in columns.items():
-            centre = column[star]
-            if not weights:
-                moved = (share * (extents[i][0] - centre), share * (extents[i][1] - centre))
-            else:
-                whole, total = arb(0), arb(0)
-                for weight, value in zip(weights, column, strict=True):
-                    whole, total = whole + weight, total + weight * arb(value - centre)
-                moved = enclosure(total / whole)
-            attended = _sum([(centre, centre), moved])
-            own = block.rho * x.get(i, rational(0))
-            sides[i] = _sum([(own, own), _times(block.beta, attended)])
-        return Box(sides)
+            return tiny
+        return None if self.sharp else min(enclosure(others)[1], rational(1))
+
+    def _weights(self, scores: list[Rational], star: int) -> list[Ball]:
+        arb = library().arb
+        return [(-arb((scores[star] - value) / self.tau)).exp() for value in scores]
 
     def _scores(self, block: Block, points: list[Vector]) -> Callable[[Vector], list[Rational]]:
         """The function of x that gives ``<A x, x_l>`` for all l."""
@@ -306,6 +272,46 @@ def _prefix_means(block: Block, points: list[Vector]) -> list[Token]:
         total = combination([(one, total), (one, x)])
         after.append(Form(combination([(block.rho, x), (block.beta / (i + 1), total)])))
     return after
+
+
+class _Crowd:
+    """The points that a softmax averages, by coordinate: ``x_* + sum_l pi_l (x_l - x_*)``, with ``*`` the winner."""
+
+    def __init__(self, columns: dict[int | Row, list[Rational]]):
+        self.columns = columns
+        self.extents = {i: (min(column), max(column)) for i, column in columns.items()}
+
+    def within(self, star: int, share: Rational) -> dict[int | Row, Interval]:
+        """Enclosures if all but the winner weigh ``share`` at most."""
+        found: dict[int | Row, Interval] = {}
+        for i, (low, high) in self.extents.items():
+            centre = self.columns[i][star]
+            found[i] = centre + share * (low - centre), centre + share * (high - centre)
+        return found
+
+    def weighted(self, star: int, weights: list[Ball]) -> dict[int | Row, Interval]:
+        """Enclosures for these weights, up to a factor."""
+        arb = library().arb
+        whole = sum(weights[1:], weights[0])
+        found: dict[int | Row, Interval] = {}
+        for i, column in self.columns.items():
+            centre, total = column[star], arb(0)
+            for weight, value in zip(weights, column, strict=True):
+                total = total + weight * arb(value - centre)
+            low, high = enclosure(total / whole)
+            found[i] = centre + low, centre + high
+        return found
+
+
+def _lead(scores: list[Rational], size: Rational) -> tuple[int, Rational]:
+    """The winner, and how far it is ahead, for the query divided by its size."""
+    star = max(range(len(scores)), key=scores.__getitem__)
+    lead = scores[star] - max(value for k, value in enumerate(scores) if k != star)
+    return star, lead / size if size else lead
+
+
+def _mixed(block: Block, own: Rational, attended: Interval) -> Interval:
+    return _sum([(block.rho * own, block.rho * own), _times(block.beta, attended)])
 
 
 def _columns(points: list[Vector]) -> dict[int | Row, list[Rational]]:

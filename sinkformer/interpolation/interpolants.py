@@ -5,23 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
-from math import isfinite
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from sinkformer.errors import ModelError, ShapeError
+from sinkformer.errors import ShapeError
 from sinkformer.interpolation import files
-from sinkformer.interpolation.blocks import Block, ExactBlocks, Kind
+from sinkformer.interpolation.blocks import Block, ExactBlocks, Kind, check_blocks
 from sinkformer.interpolation.comparison import block_parameters
 from sinkformer.interpolation.datasets import SequencePairs, read_tokens
-from sinkformer.interpolation.exporting import Export, export, points, unit_roundoff
+from sinkformer.interpolation.exporting import Export, export, points, prediction
 from sinkformer.interpolation.layers import TokenTransformer
 from sinkformer.interpolation.ledger import Ledger
-from sinkformer.interpolation.precision import predicted_error
-from sinkformer.interpolation.rationals import nearest, rational
+from sinkformer.interpolation.rationals import rational
 from sinkformer.interpolation.vectors import Space
 from sinkformer.interpolation.verification import Certificate
 
@@ -119,7 +117,7 @@ class Interpolant:
         Raises:
             ConfigError: neither ``torch.float64`` nor ``torch.float32``.
         """
-        return predicted_error(self.pairs, self.blocks, self.kind, nearest(rational(self.tau)), unit_roundoff(dtype))
+        return prediction(self.pairs, self.blocks, self.kind, self.tau, dtype)
 
     def trace(self, x: Any) -> list[Stage]:
         """Where the tokens of a sequence are after every block, in float64.
@@ -133,7 +131,10 @@ class Interpolant:
         """
         tokens = read_tokens(x, "x")
         if tokens.dim != self.pairs.d:
-            raise ShapeError(f"expected tokens with {self.pairs.d} coordinates, received {tokens.dim}")
+            raise ShapeError(
+                f"expected tokens with {self.pairs.d} coordinates, received {tokens.dim}; "
+                f"the network was built for data in R^{self.pairs.d}"
+            )
         start = points(tokens)
         with torch.no_grad():
             after = self.model.trace(start)
@@ -141,8 +142,9 @@ class Interpolant:
         return [Stage(-1, "input", start), *stages]
 
     def save(self, folder: str | Path, dtype: torch.dtype = torch.float64) -> Export:
-        """Write the module (``model.safetensors``, ``config.json``) and ``certificate.json``, with data, exact blocks and ledger.
+        """Write the module (``model.safetensors``, ``config.json``) and ``certificate.json``.
 
+        The certificate holds the data, the exact blocks, the ledger, and the verdict of the proof.
         ``TokenTransformer.load`` reads the module, ``load`` the exact network.
 
         Returns:
@@ -152,26 +154,12 @@ class Interpolant:
             PrecisionError, ConfigError: of ``export``.
         """
         found = self.export(dtype)
+        stored = files.Stored(self.pairs, self.kind, self.tau, self.tau_star, self.method, self.blocks, self.ledger)
+        text = files.text_of(stored, self.certificate.check().to_dict(), found.to_dict())
+        certificate = Path(folder) / files.CERTIFICATE
+        certificate.unlink(missing_ok=True)  # never a certificate beside the module of another network
         found.model.save(folder)
-        verdict = self.certificate.check()
-        files.write(
-            Path(folder),
-            {
-                "data": files.data_to_json(self.pairs),
-                "kind": self.kind,
-                "tau": str(self.tau),
-                "tau_star": None if self.tau_star is None else str(self.tau_star),
-                "method": self.method,
-                "blocks": list(map(files.block_to_json, self.blocks)),
-                "ledger": self.ledger.to_dict(),
-                "verdict": {"status": verdict.status, "reason": verdict.reason, "precision": verdict.precision},
-                "export": {
-                    "dtype": str(dtype),
-                    "predicted": found.predicted if isfinite(found.predicted) else None,
-                    "measured": found.measured,
-                },
-            },
-        )
+        certificate.write_text(text, encoding="utf-8")
         return found
 
 
@@ -197,18 +185,6 @@ def load(folder: str | Path) -> Interpolant:
         ModelError: no certificate there, or a damaged one.
         MissingExtraError: python-flint is not installed.
     """
-    contents = files.read(Path(folder))
-    try:
-        pairs = SequencePairs(contents["data"]["X"], contents["data"]["Y"])
-        star = None if contents["tau_star"] is None else Fraction(contents["tau_star"])
-        tau, kind, method = Fraction(contents["tau"]), contents["kind"], str(contents["method"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise ModelError(
-            f"expected a certificate in {folder}, received a damaged one: {error}; save it again"
-        ) from error
-    if kind not in get_args(Kind):
-        raise ModelError(
-            f"expected hardmax or softmax in the certificate in {folder}, received {kind!r}; save it again"
-        )
-    blocks = tuple(map(files.block_from_json, contents["blocks"]))
-    return Interpolant(pairs, kind, tau, star, method, blocks, files.ledger_from_json(contents["ledger"]))
+    found = Interpolant(*files.read(Path(folder)))
+    check_blocks(found.blocks, found.pairs)
+    return found

@@ -77,7 +77,10 @@ class _Layer(nn.Module):
                 f"convert them with .to({dtype}), or the layer with .to({mu.dtype})"
             )
         if self.dim is not None and mu.d != self.dim:
-            raise ShapeError(f"expected points with {self.dim} coordinates, received {mu.d}")
+            raise ShapeError(
+                f"expected points with {self.dim} coordinates, received {mu.d}; "
+                f"build the layer for d = {mu.d}, or project the points"
+            )
         return mu.pushforward(mu.points)  # clears what padding may hold after a change of dtype
 
 
@@ -177,7 +180,10 @@ class Attention(_Layer):
         for name in ("beta", "value", "alpha", "p", "q", "matrix"):
             self.register_parameter(name, None)
         if isinstance(A, tuple) and len(A) != 3:
-            raise ShapeError(f"expected A as a number, a triple (alpha, p, q) or a matrix, received {len(A)} entries")
+            raise ShapeError(
+                f"expected A as a number, a triple (alpha, p, q) or a matrix, received a tuple of {len(A)}; "
+                f"for A = alpha I give the number alone"
+            )
         parts = A if isinstance(A, tuple) else (A,)
         like = _like(rho, V, *parts)
         shaped = [t for t in (V, *parts) if isinstance(t, Tensor) and t.dim()]
@@ -306,9 +312,14 @@ class Block(_Layer):
         if attention.dim is None:
             attention._fill(feedforward.dim, dtype)
         if attention.dim != feedforward.dim:
-            raise ShapeError(f"expected layers of one dimension, received {feedforward.dim} and {attention.dim}")
+            raise ShapeError(
+                f"expected layers of one dimension, received {feedforward.dim} and {attention.dim}; "
+                f"build both for the same d"
+            )
         if attention.rho.dtype != dtype:
-            raise DTypeError(f"expected layers of one dtype, received {dtype} and {attention.rho.dtype}; use .to()")
+            raise DTypeError(
+                f"expected layers of one dtype, received {dtype} and {attention.rho.dtype}; convert one of them with .to()"
+            )
         self.feedforward, self.attention = feedforward, attention
 
     @property
@@ -346,13 +357,20 @@ class TokenTransformer(_Layer):
             )
         for k, block in enumerate(blocks):
             if not isinstance(block, Block):
-                raise DTypeError(f"expected blocks, received {type(block).__name__} at position {k}")
+                raise DTypeError(
+                    f"expected blocks, received {type(block).__name__} at position {k}; wrap layers in Block"
+                )
             if block.dim != blocks[0].dim:
                 raise ShapeError(
-                    f"expected blocks of one dimension, received {blocks[0].dim} and {block.dim} at position {k}"
+                    f"expected blocks of one dimension, received {blocks[0].dim} and {block.dim} at position {k}; "
+                    f"build all for the same d"
                 )
-            if block.feedforward.W.dtype != blocks[0].feedforward.W.dtype:
-                raise DTypeError(f"expected blocks of one dtype, received another at position {k}; use .to()")
+            first, dtype = blocks[0].feedforward.W.dtype, block.feedforward.W.dtype
+            if dtype != first:
+                raise DTypeError(
+                    f"expected blocks of one dtype, received {first} and {dtype} at position {k}; "
+                    f"convert it with .to({first})"
+                )
         self.blocks = nn.ModuleList(blocks)
 
     @classmethod
@@ -557,12 +575,12 @@ def _check_keys(name: str, values: Any, known: set[str]) -> None:
 
 def _check_count(name: str, value: Any, least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ConfigError(f"expected {name} as a whole number >= {least}, received {value!r}")
+        raise ConfigError(f"expected {name} as a whole number >= {least}, received {value!r}; give an int")
 
 
 def _check_options(kind: Any, tau: Any, causal: Any) -> None:
     if kind not in get_args(Kind):
-        raise ConfigError(f"expected kind 'hardmax' or 'softmax', received {kind!r}")
+        raise ConfigError(f"expected kind 'hardmax' or 'softmax', received {kind!r}; name one of the two")
     if isinstance(tau, bool) or not isinstance(tau, Real) or not 0 < float(tau) < math.inf:
         raise ConfigError(
             f"expected a temperature tau, positive and finite, received {tau!r}; its limit 0 is kind='hardmax'"
@@ -578,13 +596,18 @@ def _like(*values: Any) -> Tensor:
         return torch.zeros((), dtype=torch.float64)
     kinds, devices = {t.dtype for t in tensors}, {t.device for t in tensors}
     if len(kinds) > 1 or not kinds <= set(FLOAT_DTYPES):
-        raise DTypeError(f"expected parameters of one floating-point dtype, received {sorted(map(str, kinds))}")
+        raise DTypeError(
+            f"expected parameters of one floating-point dtype, received {sorted(map(str, kinds))}; "
+            f"convert them with .to(torch.float64)"
+        )
     if len(devices) > 1:
-        raise DeviceError(f"expected parameters on one device, received {sorted(map(str, devices))}")
+        raise DeviceError(
+            f"expected parameters on one device, received {sorted(map(str, devices))}; move them to one with .to()"
+        )
     return tensors[0].new_zeros(())
 
 
-def _parameter(name: str, value: Any, shape: tuple[int | None, ...], like: Tensor) -> nn.Parameter:
+def _parameter(name: str, value: Any, shape: tuple[int, ...], like: Tensor) -> nn.Parameter:
     number = isinstance(value, Real) and not isinstance(value, bool)
     if not number and not isinstance(value, Tensor):
         raise DTypeError(f"expected {name} as {'a tensor' if shape else 'a number'}, received {type(value).__name__}")
@@ -594,5 +617,8 @@ def _parameter(name: str, value: Any, shape: tuple[int | None, ...], like: Tenso
             f"expected {name} {f'of shape {shape}' if shape else 'as a number'}, received shape {tuple(t.shape)}"
         )
     if not bool(torch.isfinite(t).all()):
-        raise NonFiniteError(f"expected a finite {name}, received a NaN or infinity")
+        raise NonFiniteError(
+            f"expected a finite {name}, received a NaN, an infinity, or a number beyond the range of {like.dtype}; "
+            f"scale it down, or use torch.float64"
+        )
     return nn.Parameter(t)

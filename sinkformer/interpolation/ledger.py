@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
-from sinkformer.interpolation.rationals import fraction
+from sinkformer.interpolation.rationals import fraction, spelled
 
 if TYPE_CHECKING:
     from sinkformer.interpolation.rationals import Rational
@@ -55,11 +55,12 @@ class Entry:
             "blocks": self.blocks,
             "hypotheses": self.hypotheses,
             "constants": {
-                name: value if isinstance(value, int) else str(value) for name, value in self.constants.items()
+                name: value if isinstance(value, int | str) else spelled(value)
+                for name, value in self.constants.items()
             },
             "inequality": self.inequality,
-            "smaller": None if self.smaller is None else str(self.smaller),
-            "larger": None if self.larger is None else str(self.larger),
+            "smaller": None if self.smaller is None else spelled(self.smaller),
+            "larger": None if self.larger is None else spelled(self.larger),
             "holds": self.holds,
         }
 
@@ -133,8 +134,8 @@ def _constants(constants: Mapping[str, Fraction | int | str]) -> str:
 def _short(value: Fraction | int | str) -> str:
     if isinstance(value, int | str):
         return str(value)
-    text = str(value)
-    return text if len(text) <= 9 else f"{_float(value):.4g}"
+    small = max(abs(value.numerator), value.denominator) < 10**9
+    return str(value) if small and len(str(value)) <= 9 else f"{_float(value):.4g}"
 
 
 def _float(value: Fraction) -> float:

@@ -106,8 +106,9 @@ class _Errors:
             return s, error + (self.unit * np.abs(s) if u0 and u1 else 0.0), (u0, u1)
         scale, weights = integers(block.functional, self.pairs.d)
         exact = [scale * value for x in self.pairs.X for value in x.dot(weights)]
-        sizes = np.concatenate([np.abs(x.floats) @ np.abs(np.array(weights, dtype=np.float64)) for x in self.pairs.X])
-        error = self.unit * nearest(scale) * sizes
+        rounded = np.abs([nearest(scale * weight) for weight in weights])
+        sizes = np.concatenate([np.abs(x.floats) @ rounded for x in self.pairs.X])
+        error = self.unit * np.where(np.isnan(sizes), np.inf, sizes)
         return np.array(list(map(nearest, exact))), error, (u0, u1)
 
     def _slopes(self, block: Block, order: list[int]) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from fractions import Fraction
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -13,6 +14,9 @@ if TYPE_CHECKING:
 
     Rational: TypeAlias = fmpq
     Ball: TypeAlias = arb
+
+
+_SPELLED = re.compile(r"-?\d+(/[1-9]\d*)?", re.ASCII)
 
 
 @cache
@@ -40,6 +44,24 @@ def rational(value: int | float | Fraction | Rational, denominator: int = 1) -> 
 def fraction(value: Rational) -> Fraction:
     """The same number as the standard library has it."""
     return Fraction(int(value.p), int(value.q))
+
+
+def spelled(value: Rational | Fraction) -> str:
+    """``"p/q"``, or ``"p"``, of any length."""
+    return str(rational(value) if isinstance(value, Fraction) else value)
+
+
+def parsed(text: Any) -> Rational:
+    """What ``spelled`` spelled.
+
+    Raises:
+        ValueError: anything else.
+    """
+    if not isinstance(text, str) or not _SPELLED.fullmatch(text):
+        raise ValueError(f"{str(text)[:40]!r} is no fraction")
+    above, _, below = text.partition("/")
+    integer = library().fmpz
+    return library().fmpq(integer(above), integer(below or "1"))
 
 
 def nearest(value: Rational) -> float:

@@ -31,8 +31,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from sinkformer.errors import ConfigError, DTypeError, NonFiniteError, ShapeError
-from sinkformer.interpolation.blocks import Kind
-from sinkformer.interpolation.layers import Attention, Block, TokenTransformer
+from sinkformer.interpolation.layers import TokenTransformer
 from sinkformer.measures import Measure, check_compatible
 from sinkformer.metrics import hausdorff
 
@@ -247,88 +246,17 @@ def _fitted(pairs: list[tuple[float, float]]) -> Fit | None:
     return Fit(float(slope), float(intercept), residual)
 
 
-# The experiment of the paper ---------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Teacher:
-    """Data that one block interpolates, and that block.
-
-    Attributes:
-        sources: X_j, ``(N,)`` sequences of n tokens.
-        targets: Y_j, ``(N,)``.
-        model: theta*, the block that made the targets.
-    """
-
-    sources: Measure
-    targets: Measure
-    model: TokenTransformer
-
-
-def teacher(
-    count: int = 10,
-    n: int = 100,
-    dim: int = 16,
-    *,
-    pooled: bool = True,
-    width: int = 4,
-    kind: Kind = "softmax",
-    tau: float = 1.0,
-    dense: bool = False,
-    generator: torch.Generator | None = None,
-) -> Teacher:
-    """Standard normal sequences, and the images of a random block as targets; the default sizes are those of the paper.
-
-    One target for each sequence (m = 1) needs a block that sends all tokens to one point: its attention has A = 0 and rho = 0,
-    so that y_j = V mean(FF(x)) over the sequence. How the authors drew their block is not known to us.
-
-    Args:
-        count: number N of sequences.
-        n: tokens of each.
-        dim: coordinates of a token.
-        pooled: m = 1, as described; otherwise m = n, and every parameter of the block is random.
-        width: neurons of the block.
-        kind: of its attention.
-        tau: temperature of the softmax.
-        dense: matrices V and A, instead of beta I and alpha I + p q^T.
-        generator: of the random numbers, on the CPU; the global one if None.
-
-    Raises:
-        ConfigError: sizes that are not positive, or an option outside its range.
-    """
-    model = TokenTransformer.random(dim, 1, width, kind, tau, generator, dense=dense)
-    for name, value in (("count", count), ("n", n)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigError(f"expected {name} as a whole number >= 1, received {value!r}")
-    sources = Measure.uniform(torch.randn(count, n, dim, generator=generator, dtype=torch.float64))
-    if pooled:
-        _pool(model)
-    with torch.no_grad():
-        images = model(sources)
-    targets = Measure.uniform(images.points[:, :1]) if pooled else images
-    return Teacher(sources, targets, model)
-
-
-def _pool(model: TokenTransformer) -> None:
-    """Let the attention of every block take the mean: rho = 0 and A = 0."""
-    for block in model.blocks:
-        assert isinstance(block, Block)
-        attention: Attention = block.attention
-        with torch.no_grad():
-            for t in (attention.rho, attention.alpha, attention.p, attention.q, attention.matrix):
-                if t is not None:
-                    t.zero_()
-
-
 # Checks -----------------------------------------------------------------------------------------------------------------
 
 
 def _epsilons(epsilons: Sequence[float] | None, weight_decays: Sequence[float] | None) -> list[float]:
     if (epsilons is None) == (weight_decays is None):
-        raise ConfigError("expected either epsilons or weight_decays, received both or neither")
+        raise ConfigError("expected either epsilons or weight_decays, received both or neither; give one of them")
     values = [float(x) for x in epsilons] if epsilons is not None else [float(w) / 2 for w in weight_decays or ()]
     if not values or not all(0 < x < math.inf for x in values):
-        raise ConfigError(f"expected at least one penalty, all positive and finite, received eps={values}")
+        raise ConfigError(
+            f"expected at least one penalty, all positive and finite, received eps={values}; give powers of ten, say"
+        )
     return values
 
 
@@ -349,11 +277,14 @@ def _check(
             f"expected a batch (N,) of sequences, N >= 1, received batch shape {tuple(sources.batch_shape)}"
         )
     if sources.dtype not in _INTERPOLATES:
-        raise DTypeError(f"expected float32 or float64, received {sources.dtype}")
+        raise DTypeError(
+            f"expected sources and targets in float32 or float64, received {sources.dtype}; "
+            f"convert them, and the models, with .to(torch.float64)"
+        )
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-        raise ConfigError(f"expected steps as a whole number >= 1, received {steps!r}")
+        raise ConfigError(f"expected steps as a whole number >= 1, received {steps!r}; give an int, such as 2000")
     if not 0 < rate < math.inf:
-        raise ConfigError(f"expected a learning rate, positive and finite, received {rate!r}")
+        raise ConfigError(f"expected a learning rate, positive and finite, received {rate!r}; try 1e-3")
 
 
 def _check_interpolates(loss: float, sources: Measure, targets: Measure) -> None:

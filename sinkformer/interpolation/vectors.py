@@ -70,15 +70,6 @@ class Space:
                 total += coefficient * part
         return total
 
-    def inner(self, x: Vector, y: Vector) -> Rational:
-        """``<x, y>``, of vectors without tokens of the data, or by their coordinates."""
-        if any(isinstance(basis, Row) for basis in (*x, *y)):
-            x, y = self.coordinates(x), self.coordinates(y)
-        total = rational(0)
-        for basis in x.keys() & y.keys():
-            total += x[basis] * y[basis]
-        return total
-
     def coordinates(self, x: Vector) -> Vector:
         """The same vector as a combination of unit vectors only."""
         terms: list[tuple[Rational, Vector]] = []

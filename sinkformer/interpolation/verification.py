@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
 from fractions import Fraction
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from sinkformer.interpolation.blocks import Block, Kind
+from sinkformer.interpolation.blocks import Block, Kind, check_blocks
 from sinkformer.interpolation.datasets import SequencePairs
 from sinkformer.interpolation.following import Box, Following, Form, Interval, UndecidedError
 from sinkformer.interpolation.rationals import library, rational
@@ -40,6 +40,10 @@ class Verdict:
     reason: str
     precision: int | None = None
 
+    def to_dict(self) -> dict[str, Any]:
+        """Texts and a number, for JSON."""
+        return asdict(self)
+
     def __bool__(self) -> bool:
         """Whether the equality is proved."""
         return self.status == "proved"
@@ -59,12 +63,19 @@ class Certificate:
         blocks: the network.
         kind: ``"hardmax"`` or ``"softmax"``.
         tau: temperature of the softmax.
+
+    Raises:
+        ModelError: blocks that are no maps of R^d, or name tokens that are not in the data.
     """
 
     pairs: SequencePairs
     blocks: Sequence[Block]
     kind: Kind
     tau: Rational
+
+    def __post_init__(self):
+        """Check that the blocks are maps of R^d: nothing may hide from the verification."""
+        check_blocks(self.blocks, self.pairs)
 
     def check(self) -> Verdict:
         """Whether ``T(X_j) = Y_j`` as sets, for all j (arXiv 2502.02270, Theorems 1.6 and 1.8).
@@ -82,22 +93,33 @@ class Certificate:
 
     @cached_property
     def _verdict(self) -> Verdict:
+        return self.decided(lambda run, bits: _compared(run, self.pairs, bits))
+
+    def decided(self, compare: Callable[[Following, int | None], Verdict]) -> Verdict:
+        """Follow all tokens to the end, with ever tighter enclosures until ``compare`` decides.
+
+        Args:
+            compare: the verdict on a finished run, and the bits of its enclosures, None if all is rational.
+
+        Raises:
+            MissingExtraError: python-flint is not installed.
+        """
         verdict = Verdict("undecided", "nothing was checked")
         for bits, sharp in _ATTEMPTS:
             with library().ctx.workprec(bits):
-                verdict = self._check(bits, sharp)
+                verdict = self._attempt(bits, sharp, compare)
             if verdict.status != "undecided":
                 break
         return verdict
 
-    def _check(self, bits: int, sharp: bool) -> Verdict:
+    def _attempt(self, bits: int, sharp: bool, compare: Callable[[Following, int | None], Verdict]) -> Verdict:
         run = Following(self.pairs, self.kind, self.tau, bits, sharp)
         for number, block in enumerate(self.blocks):
             try:
                 run.step(block)
             except UndecidedError as reason:
                 return Verdict("undecided", f"block {number} ({block.phase}): {reason}", bits)
-        return _compared(run, self.pairs, bits if run.enclosed else None)
+        return compare(run, bits if run.enclosed else None)
 
 
 def _compared(run: Following, pairs: SequencePairs, bits: int | None) -> Verdict:
@@ -113,7 +135,7 @@ def _compared(run: Following, pairs: SequencePairs, bits: int | None) -> Verdict
                 if k is None:
                     return Verdict("refuted", f"{run.place(number)} ends at none of the targets Y[{j}]", bits)
                 reached.add(k)
-            elif _certainly_off(run, token, j, pairs):
+            elif leaves_out(run, token, map(pairs.Y[j].row, range(len(pairs.Y[j])))):
                 return Verdict("refuted", f"{run.place(number)} certainly ends at none of the targets Y[{j}]", bits)
             else:
                 open_end = f"{run.place(number)} ends in an enclosure that does not say whether it is a target"
@@ -144,14 +166,13 @@ def _target(run: Following, token: Form, j: int, rows: dict[tuple[Fraction, ...]
     return written if written is not None else rows.get(run.space.dense(token.point))
 
 
-def _certainly_off(run: Following, token: Form | Box, j: int, pairs: SequencePairs) -> bool:
-    """Whether every target has a coordinate that the enclosure of the token excludes."""
+def leaves_out(run: Following, token: Form | Box, points: Iterable[Sequence[Fraction]]) -> bool:
+    """Whether the enclosure of a token excludes every one of these points."""
     sides = _sides(run, token)
     zero = (rational(0), rational(0))
-    for k in range(len(pairs.Y[j])):
-        row = [rational(value) for value in pairs.Y[j].row(k)]
-        ends = [sides.get(i, zero) for i in range(pairs.d)]
-        if all(low <= value <= high for value, (low, high) in zip(row, ends, strict=True)):
+    for point in points:
+        ends = [sides.get(i, zero) for i in range(len(point))]
+        if all(low <= rational(value) <= high for value, (low, high) in zip(point, ends, strict=True)):
             return False
     return True
 

@@ -64,7 +64,7 @@ def _pair(x: Measure | Points, y: Measure | Points) -> tuple[Measure, Measure]:
     mu, nu = (t if isinstance(t, Measure) else Measure.uniform(t) for t in (x, y))
     check_compatible(mu, nu)
     if mu.d != nu.d:
-        raise ShapeError(f"expected points of one dimension, received d={mu.d} and d={nu.d}")
+        raise ShapeError(f"expected points of one dimension, received d={mu.d} and d={nu.d}; map both into one space")
     return mu, nu
 
 

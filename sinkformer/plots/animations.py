@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from sinkformer.errors import ConfigError
-from sinkformer.plots.figures import missing, new_axes
+from sinkformer.plots.figures import missing, new_figure
 from sinkformer.plots.paths import Paths, draw, paths_through
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
     from sinkformer.interpolation import Interpolant
 
 _MOST_FRAMES = 120
@@ -59,14 +57,16 @@ def animation(built: Interpolant, path: str | Path, *, sequences: int = 6) -> No
         MissingExtraError: matplotlib is not installed.
     """
     if Path(path).suffix.lower() != ".gif":
-        raise ConfigError(f"expected an animation ending in .gif, received {str(path)!r}")
+        raise ConfigError(
+            f"expected an animation ending in .gif, received {str(path)!r}; for pictures use phases and save"
+        )
     try:
         from matplotlib.animation import PillowWriter
     except ImportError as error:
         raise missing(error) from error
     paths, targets = paths_through(built, sequences)
-    axes = new_axes((6, 10))
-    figure = cast("Figure", axes.figure)
+    figure = new_figure(6, 4.8)
+    axes = figure.add_subplot()
     figure.set_layout_engine(None)  # the axes shall stay where they are, whatever their labels
     figure.subplots_adjust(left=0.14, bottom=0.14)
     writer = PillowWriter(fps=_FRAMES_A_SECOND)
@@ -84,8 +84,10 @@ def animation(built: Interpolant, path: str | Path, *, sequences: int = 6) -> No
 def _frames(paths: Paths, targets: Sequence[np.ndarray]) -> Iterator[_Frame]:
     """Through the stages; at the end of a phase closer to the tokens, and on to the view of the next phase."""
     phases = paths.phases
-    views = [_around([paths.at(k) for k in range(max(p.first - 1, 0), p.last + 1)]) for p in phases]
-    views[-1] = _around([paths.at(k) for k in range(max(phases[-1].first - 1, 0), phases[-1].last + 1)] + [targets])
+    views = [
+        _around([*map(paths.at, range(max(p.first - 1, 0), p.last + 1)), *([targets] if p is phases[-1] else [])])
+        for p in phases
+    ]
     left = _MOST_FRAMES - len(phases) * (2 * _TURN + _PAUSE + 1)
     stops = set(np.linspace(0, len(paths.names) - 1, min(len(paths.names), left), dtype=int)) | {p.last for p in phases}
     steps = max(1, min(_STEPS, left // len(stops)))

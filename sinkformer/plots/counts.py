@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from sinkformer.errors import ShapeError
-from sinkformer.plots.figures import pyplot
+from sinkformer.plots.figures import current
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -40,7 +40,7 @@ def parameter_counts(comparisons: Sequence[Comparison], ax: Axes | None = None) 
             "expected comparisons for at least two lengths n, with the same N, m, d and separations, received "
             f"{', '.join(f'(N={one.N}, n={one.n}, m={one.m}, d={one.d})' for one in ordered) or 'none'}"
         )
-    axes: Axes = pyplot().gca() if ax is None else ax
+    axes = current(ax)
     first = ordered[0]
     ratios = [one.n / one.m for one in ordered]
     resnets = [one.rows[-1].parameters for one in ordered]

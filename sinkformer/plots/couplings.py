@@ -9,7 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from sinkformer.errors import ShapeError
-from sinkformer.plots.figures import pyplot
+from sinkformer.plots.figures import current
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -57,7 +57,7 @@ def coupling(
             raise ShapeError(
                 f"expected {size} names for the {name} of a plan of shape {(n, m)}, received {len(labels)}"
             )
-    axes: Axes = pyplot().gca() if ax is None else ax
+    axes = current(ax)
     from matplotlib.patches import Rectangle
 
     low, high = (

@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
-from sinkformer.plots.figures import new_axes, pyplot
+from sinkformer.plots.figures import current, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
     from sinkformer.evaluation import Evaluation
 
@@ -34,7 +33,7 @@ def evaluation(evaluations: Evaluation | Sequence[Evaluation], ax: Axes | None =
     Raises:
         MissingExtraError: matplotlib is not installed.
     """
-    axes: Axes = pyplot().gca() if ax is None else ax
+    axes = current(ax)
     styles = {"mean": ("-", "o"), "p95": ("--", None), "sup": (":", "^")}
     for k, one in enumerate(_several(evaluations)):
         summaries = one.by_size()
@@ -66,7 +65,7 @@ def distribution(evaluations: Evaluation | Sequence[Evaluation], ax: Axes | None
     Raises:
         MissingExtraError: matplotlib is not installed.
     """
-    axes: Axes = pyplot().gca() if ax is None else ax
+    axes = current(ax)
     for k, one in enumerate(_several(evaluations)):
         values = np.maximum(np.sort(one.upper.numpy()), _LEAST_DISTANCE)
         shares = 1 - np.arange(len(values)) / len(values)
@@ -82,10 +81,7 @@ def distribution(evaluations: Evaluation | Sequence[Evaluation], ax: Axes | None
 
 def evaluation_figure(evaluations: Evaluation | Sequence[Evaluation]) -> Axes:
     """``evaluation`` and ``distribution`` side by side in a new figure outside pyplot; returns the axes on the left."""
-    left = new_axes((10, 20))
-    figure = cast("Figure", left.figure)
-    figure.clear()
-    axes = figure.subplots(1, 2)
+    axes = new_figure(9, 6).subplots(1, 2)
     evaluation(evaluations, axes[0])
     distribution(evaluations, axes[1])
     return axes[0]

@@ -14,17 +14,27 @@ if TYPE_CHECKING:
 
 
 def new_axes(shape: Sequence[int]) -> Axes:
-    """Axes of a new figure of a fitting size, outside pyplot, so that nothing stays open after saving."""
+    """Axes of a new figure of a size that fits a picture of ``(rows, columns)``; of ``new_figure``."""
+    n, m = shape
+    width, height = (min(max(3.0 + 0.3 * k, 4.0), 30.0) for k in (m, n))
+    return new_figure(width, height).add_subplot()
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """A figure of that many inches, outside pyplot, so that nothing stays open after saving."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
         raise missing(error) from error
-    n, m = shape
-    width, height = (min(max(3.0 + 0.3 * k, 4.0), 30.0) for k in (m, n))
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
-    return figure.add_subplot()
+    return figure
+
+
+def current(ax: Axes | None) -> Axes:
+    """``ax``, or pyplot's current axes if it is None."""
+    return pyplot().gca() if ax is None else ax
 
 
 def save(ax: Axes, path: str | Path) -> None:

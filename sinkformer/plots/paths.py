@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby, pairwise
+from itertools import groupby, pairwise, zip_longest
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -86,14 +86,23 @@ def paths_of(stages: Sequence[Sequence[Stage]]) -> Paths:
             "there are no more colours than that"
         )
     phases = [stage.phase for stage in stages[0]]
-    if any([stage.phase for stage in one] != phases for one in stages):
-        raise ShapeError("expected sequences that went through one network, received stages of different phases")
+    for j, one in enumerate(stages):
+        _check_same(phases, [stage.phase for stage in one], j)
     kept = [k for k, phase in enumerate(phases) if phase != "identity"]
     points = [
         np.stack([plane(one[k].points.detach().cpu().double().numpy(), j) for k in kept])
         for j, one in enumerate(stages)
     ]
     return Paths([_NAMES.get(phases[k], phases[k]) for k in kept], points, stages[0][0].points.shape[-1])
+
+
+def _check_same(phases: list[str], others: list[str], j: int) -> None:
+    for k, (phase, other) in enumerate(zip_longest(phases, others, fillvalue="nothing")):
+        if phase != other:
+            raise ShapeError(
+                f"expected sequences that went through one network, received {phase} and {other} as stage {k} of sequences 0 "
+                f"and {j}; give traces of one Interpolant"
+            )
 
 
 def paths_through(built: Interpolant, sequences: int) -> tuple[Paths, list[np.ndarray]]:

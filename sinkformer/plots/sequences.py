@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from sinkformer.plots.figures import new_axes, pyplot
+from sinkformer.plots.figures import current, new_figure
 from sinkformer.plots.paths import Paths, draw, label, paths_of, paths_through
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
     from sinkformer.interpolation import Interpolant, Stage
 
@@ -43,7 +42,7 @@ def token_paths(stages: Sequence[Sequence[Stage]], ax: Axes | None = None) -> Ax
         MissingExtraError: matplotlib is not installed.
     """
     paths = paths_of(stages)
-    axes: Axes = pyplot().gca() if ax is None else ax
+    axes = current(ax)
     phases = paths.phases
     for j, path in enumerate(paths.points):
         axes.plot(path[..., 0], path[..., 1], color=f"C{j}", alpha=0.3, linewidth=0.8)
@@ -88,12 +87,10 @@ def phases(built: Interpolant, *, sequences: int = 6) -> Axes:
         MissingExtraError: matplotlib is not installed.
     """
     paths, targets = paths_through(built, sequences)
-    figure = cast("Figure", new_axes((1, 1)).figure)
-    figure.clear()
     count = len(paths.phases)
     columns = count if count < 5 else _COLUMNS
     rows = ceil(count / columns)
-    figure.set_size_inches(3.4 * columns, 3.0 * rows + 0.4)
+    figure = new_figure(3.4 * columns, 3.0 * rows + 0.4)
     panels = figure.subplots(rows, columns, squeeze=False).ravel()
     for k, phase in enumerate(paths.phases):
         draw(panels[k], paths.at(phase.last), paths.dim, targets=targets if k == count - 1 else ())

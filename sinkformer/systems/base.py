@@ -48,6 +48,29 @@ class System(ABC):
             ShapeError: measures of another dimension, or of two batch shapes.
             ConvergenceError: a solver inside did not reach its tolerance.
         """
+        self._check(mu, nu)
+        return self.couple(mu, nu)
+
+    def draft(self, mu: Measure, nu: Measure, tolerance: float) -> PlanMatrix:
+        """About F(mu, nu), as a matrix, for a loss that couples the marginals of the target itself.
+
+        Systems that need a solver let it stop at an L1 marginal error of ``tolerance``, which is much faster than 1e-11.
+
+        Args:
+            mu: as for a call.
+            nu: as for a call.
+            tolerance: L1 marginal error of the plan, > 0.
+
+        Returns:
+            ``(*batch, n, m)``, float64.
+
+        Raises:
+            DTypeError, ShapeError, ConvergenceError: as for a call.
+        """
+        self._check(mu, nu)
+        return self._draft(mu, nu, tolerance)
+
+    def _check(self, mu: Measure, nu: Measure) -> None:
         check_compatible(mu, nu)
         if mu.dtype != torch.float64:
             raise DTypeError(
@@ -57,19 +80,14 @@ class System(ABC):
             raise ShapeError(
                 f"expected points of dimensions {tuple(self.dims)} for {self.name}, received ({mu.d}, {nu.d})"
             )
-        return self.couple(mu, nu)
 
     @abstractmethod
     def couple(self, mu: Measure, nu: Measure) -> Coupling:
         """F(mu, nu) for measures that were checked."""
 
-    def draft(self, mu: Measure, nu: Measure, tolerance: float) -> PlanMatrix:
-        """About F(mu, nu), as a matrix ``(*batch, n, m)``, for a loss that couples the marginals of the target itself.
-
-        Systems that need a solver let it stop at an L1 marginal error of ``tolerance``, which is much faster than 1e-11.
-        """
-        del tolerance
-        return self(mu, nu).to_dense()
+    def _draft(self, mu: Measure, nu: Measure, tolerance: float) -> PlanMatrix:
+        """A draft for measures that were checked; systems without a solver are exact."""
+        return self.couple(mu, nu).to_dense()
 
     @abstractmethod
     def modulus(self, delta: float, *, half_width: float = 1.0) -> float:

@@ -88,7 +88,7 @@ class EntropicSystem(System):
         """Solve to an L1 marginal error of 1e-11; differentiable in points and weights."""
         return self._solved(mu, nu, _TOLERANCE)
 
-    def draft(self, mu: Measure, nu: Measure, tolerance: float) -> PlanMatrix:
+    def _draft(self, mu: Measure, nu: Measure, tolerance: float) -> PlanMatrix:
         """Solve to an L1 marginal error of ``tolerance``."""
         return self._solved(mu, nu, tolerance).to_dense()
 

@@ -73,9 +73,9 @@ class Mixture(System):
         """The matrix t P + (1 - t) Q."""
         return mixed(self.first.couple(mu, nu), self.second.couple(mu, nu), _checked(self.weight(mu, nu), mu))
 
-    def draft(self, mu: Measure, nu: Measure, tolerance: float) -> PlanMatrix:
+    def _draft(self, mu: Measure, nu: Measure, tolerance: float) -> PlanMatrix:
         """The same of drafts of P and Q."""
-        first, second = (part.draft(mu, nu, tolerance) for part in (self.first, self.second))
+        first, second = (part._draft(mu, nu, tolerance) for part in (self.first, self.second))
         return _mean(first, second, _checked(self.weight(mu, nu), mu))
 
     def modulus(self, delta: float, *, half_width: float = 1.0) -> float:
@@ -126,10 +126,10 @@ class ContextSwitch(System):
         along, against = diagonals(self.epsilon, self.dims)
         return mixed(along.couple(mu, nu), against.couple(mu, nu), self.weight(mu, nu))
 
-    def draft(self, mu: Measure, nu: Measure, tolerance: float) -> PlanMatrix:
+    def _draft(self, mu: Measure, nu: Measure, tolerance: float) -> PlanMatrix:
         """The same of drafts of P and Q."""
         along, against = diagonals(self.epsilon, self.dims)
-        return _mean(along.draft(mu, nu, tolerance), against.draft(mu, nu, tolerance), self.weight(mu, nu))
+        return _mean(along._draft(mu, nu, tolerance), against._draft(mu, nu, tolerance), self.weight(mu, nu))
 
     def modulus(self, delta: float, *, half_width: float = 1.0) -> float:
         """That of the two parts, plus sharpness h^2 d delta / 2."""

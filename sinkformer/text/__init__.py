@@ -13,6 +13,7 @@ from sinkformer.text.aligners import Aligner, couple
 from sinkformer.text.alignments import Alignment
 from sinkformer.text.embedders import CallableEmbedder, Embedder, TransformerEmbedder
 from sinkformer.text.formats import BadLine, Pair, parse_pharaoh, read_pairs, read_pharaoh, read_two_files
+from sinkformer.text.gold import LinkedPair, LinkFile, read_links, score_files
 from sinkformer.text.tokens import Words, split_words
 
 __all__ = [
@@ -21,13 +22,17 @@ __all__ = [
     "BadLine",
     "CallableEmbedder",
     "Embedder",
+    "LinkFile",
+    "LinkedPair",
     "Pair",
     "TransformerEmbedder",
     "Words",
     "couple",
     "parse_pharaoh",
+    "read_links",
     "read_pairs",
     "read_pharaoh",
     "read_two_files",
+    "score_files",
     "split_words",
 ]

@@ -22,7 +22,8 @@ Data: TypeAlias = tuple[System, PairSampler] | Sequence[Example] | Iterable[Exam
 
 # Streams of random numbers of one seed.
 _TRAINING, _VALIDATION, _ORDER = range(3)
-# L1 marginal error of the targets of a system. The loss couples the marginals that a target has, so this is no floor.
+# L1 marginal error of the targets of a system. The Fenchel-Young loss couples the marginals that a target has, so this is no
+# floor for it; losses of the user's see targets that are off by as much.
 _DRAFT = 1e-7
 # How far the total of a target may be from one: half precision, or a solver that stopped early.
 _TOTAL = 1e-3

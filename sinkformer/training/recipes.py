@@ -26,7 +26,8 @@ class Recipe:
     """How to train: what decides on the result besides model, data, budget and seed.
 
     Attributes:
-        loss: ``"fenchel_young"``, or a function ``(coupling, target (B, n, m)) -> (B)`` such as those of ``losses``.
+        loss: ``"fenchel_young"``, or a function ``(coupling, target (B, n, m)) -> (B)`` such as those of ``losses``. The
+            targets of a system that needs a solver have a marginal error of 1e-7.
         groups, sources, targets: a block of fresh data has ``groups`` times ``sources`` by ``targets`` pairs.
         batch: pairs of a step, for a sequence of examples.
         optimizer: ``"muon"`` for the matrices of blocks and summaries with AdamW for the rest; ``"adamw"`` for all.

@@ -13,10 +13,14 @@ SHARED = {"--model", "--layer", "--device", "--epsilon", "--null-price", "--thre
 OPTIONS = {
     "couple": SHARED | {"--files", "--tokenized", "--format", "--plot", "--html"},
     "align": SHARED | {"--src", "--tgt", "--raw", "--format", "--ids", "--output", "-o"},
+    "evaluate": {
+        *("--gold-format", "--one-index-gold", "--possible", "--ignore-possible", "--breakdown", "--bootstrap"),
+        *("--html", "--json", "--quiet", "-q", "--debug"),
+    },
     "info": {"--format", "--debug"},
     "interpolate": {
-        *("--attention", "--method", "--request", "--statistic", "--tau", "--check", "--save", "--dtype", "--plot"),
-        *("--json", "--quiet", "-q", "--debug"),
+        *("--attention", "--method", "--request", "--statistic", "--tau", "--seed", "--check", "--save", "--dtype"),
+        *("--plot", "--json", "--quiet", "-q", "--debug"),
     },
     "w1": {
         *(

@@ -1,1 +1,1 @@
-"""The phases of the construction, one file each. Every phase returns its blocks and its entry in the ledger."""
+"""The phases of the construction, one file each. Every phase returns what it made and its entry in the ledger."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from heapq import nlargest
 from typing import TYPE_CHECKING
 
@@ -17,26 +16,15 @@ if TYPE_CHECKING:
 Plane = tuple["Rational", "Rational"]
 
 
-@dataclass(frozen=True, eq=False)
-class Temperature:
-    """How warm the collapse may be.
-
-    Attributes:
-        star: tau*: at and below it, with ``alpha = 1``, every token ends within a quarter of the lattice of its leader.
-            A rational lower bound; None if every temperature will do.
-        margin: smallest difference of the largest and the second largest score of a token.
-    """
-
-    star: Rational | None
-    margin: Rational | None
-
-
-def collapse(last: Block, tokens: list[list[Rational]], places: Places) -> tuple[Block, Temperature, Entry]:
+def collapse(last: Block, tokens: list[list[Rational]], places: Places) -> tuple[Block, Rational | None, Entry]:
     """The last block of the leaders, with the attention ``rho = 0, V = I, A = I``.
 
     A token on the line has its largest score with the first leader of its sequence; every leader has it with itself.
     With softmax a token i of a sequence of n ends within ``(n - 1) exp(-mu_i / tau) D`` of its leader along the first axis, for
     its margin mu_i and the extent D of the sequence along that axis; at tau* this is a quarter of the lattice, or less.
+
+    Returns:
+        ``(block, star, entry)``: star is a rational lower bound of tau* for ``alpha = 1``; None if every temperature will do.
     """
     star: Rational | None = None
     smallest: Rational | None = None
@@ -54,8 +42,7 @@ def collapse(last: Block, tokens: list[list[Rational]], places: Places) -> tuple
             bound = margin / enclosure(library().arb(ratio).log())[1]
             star = bound if star is None else min(star, bound)
     one, zero = rational(1), rational(0)
-    constants: dict[str, Rational | int | str] = {"alpha": 1}
-    constants["tau*"] = "any" if star is None else star
+    constants = {"alpha": 1, "tau*": "any" if star is None else star}
     found = entry(
         "collapse",
         0,
@@ -64,7 +51,7 @@ def collapse(last: Block, tokens: list[list[Rational]], places: Places) -> tuple
         "0 < largest score - second largest",
         None if smallest is None else (zero, smallest),
     )
-    return last.attending(zero, one, one, {}, {}), Temperature(star, smallest), found
+    return last.attending(zero, one, one, {}, {}), star, found
 
 
 def _margin(points: list[Plane]) -> Rational | None:

@@ -52,15 +52,29 @@ def cut(pairs: SequencePairs, tokens: list[list[Rational]], floor: Rational) -> 
         ends = [0, *sorted(widest[: len(y) - 1]), len(ordered)]
         runs += [(ordered[a], ordered[b - 1], Row("Y", j, k)) for k, (a, b) in enumerate(pairwise(ends))]
     runs.sort(key=lambda run: run[0])
+    widest_group = max(top - bottom for bottom, top, _ in runs)
+    return grouped(runs, floor, "every sequence has an interval of the line to itself", {"widest group": widest_group})
+
+
+def grouped(
+    runs: list[tuple[Rational, Rational, Row]], floor: Rational, hypotheses: str, constants: dict[str, Rational | int]
+) -> tuple[list[Group], Entry]:
+    """Groups in decreasing order, with their entry.
+
+    Args:
+        runs: ``(bottom, top, target)`` in increasing order.
+        floor: below all of them.
+        hypotheses: of the entry.
+        constants: of the entry, besides those of all groups.
+    """
     tops = [floor, *(top for _, top, _ in runs)]
     groups = [Group(bottom, top, below, target) for (bottom, top, target), below in zip(runs, tops, strict=False)]
     narrowest = min(group.bottom - group.below for group in groups)
-    widest_group = max(group.top - group.bottom for group in groups)
     found = entry(
         "groups",
         0,
-        "every sequence has an interval of the line to itself",
-        {"groups": len(groups), "narrowest gap": narrowest, "widest group": widest_group},
+        hypotheses,
+        {"groups": len(groups), "narrowest gap": narrowest, **constants},
         "0 < narrowest gap",
         (rational(0), narrowest),
     )
@@ -72,7 +86,7 @@ def ramps_below(groups: list[Group], goals: list[Vector]) -> list[Ramp]:
     found: list[Ramp] = []
     for group, goal in zip(groups, goals, strict=True):
         h = floor_power((group.bottom - group.below) / 4)
-        head = (floor_to(group.bottom, h) / h - 1) * h
+        head = floor_to(group.bottom, h) - h
         found.append(Ramp(head - h, head, goal))
     return found
 

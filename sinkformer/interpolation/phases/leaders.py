@@ -103,7 +103,7 @@ def _step(isolation: Rational) -> Rational:
 def _snap(t: Rational, position: tuple[Rational, Rational], isolation: Rational) -> Block:
     """A hat with a flat top: what is within a step of t goes to the position exactly, the neighbours stay."""
     h = _step(isolation)
-    second = (floor_to(t, h) / h - 1) * h
+    second = floor_to(t, h) - h
     third = second + 3 * h
     one, minus = rational(1), rational(-1)
     goal, axis = vector(*position), vector(one)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Literal
 
+from sinkformer.errors import SinkformerError
 from sinkformer.interpolation.blocks import Block, feed_forward
 from sinkformer.interpolation.ledger import Entry, entry
 from sinkformer.interpolation.phases.reduction import Line
@@ -76,9 +77,8 @@ def separate(line: Line, statistic: Statistic, pool: bool) -> tuple[list[Block],
     """
     found = _by_means(line.tokens, pool) if statistic == "mean" else _by_maxima(line.tokens, line.unit)
     rounds = found.rounds
-    blocks = [_reducing(line, rounds[0], statistic), *(_block(step, statistic) for step in rounds[1:])]
     return (
-        blocks,
+        blocks_of(line, rounds, statistic),
         found.tokens,
         entry(
             "separation",
@@ -95,6 +95,12 @@ def separate(line: Line, statistic: Statistic, pool: bool) -> tuple[list[Block],
     )
 
 
+def blocks_of(line: Line, rounds: list[Round], statistic: Statistic = "mean") -> list[Block]:
+    """The rounds as blocks; the first is the reduction to the line, too, and is there also where there is no round."""
+    first, *others = rounds or [Round(Move(), rational(1))]
+    return [_reducing(line, first, statistic), *(_block(step, statistic) for step in others)]
+
+
 # -- means: all kinks first, then one layer of attention
 
 
@@ -105,11 +111,14 @@ def _by_means(tokens: list[list[Rational]], pool: bool) -> _Separated:
     token, they would be equal everywhere, and with them the uniform measures on the two sets. So N - 1 kinks tell N sequences
     apart, and so does the mean of ``t + sum_k w_k relu(t - c_k)``, for all w outside a few hyperplanes.
     """
-    packs = _packs(_kinks(tokens))
-    moves, moved = max((_drawn(tokens, packs, seed) for seed in range(_DRAWS if packs[0] else 1)), key=_ratio)
-    values = [_mean(t) for t in moved]
-    if len(set(values)) < len(values):
-        raise AssertionError("means of random weights are equal; the kinks do not tell the sequences apart")
+    packs = _packs(kinks(tokens, [(_mean(t),) for t in tokens]))
+    bits = _BITS
+    while True:
+        moves, moved = max((_drawn(tokens, packs, seed, bits) for seed in range(_DRAWS if packs[0] else 1)), key=_ratio)
+        values = [_mean(t) for t in moved]
+        if len(set(values)) == len(values):
+            break
+        bits *= 2  # the weights lie on one of the hyperplanes, by chance
     classes = [[j] for j in sorted(range(len(values)), key=values.__getitem__)]
     rho = rational(0) if pool else _shrinkage(_overlaps(classes, moved, values)) if classes[1:] else rational(1)
     still = [Round(move, rational(1)) for move in moves[:-1]]
@@ -119,8 +128,13 @@ def _by_means(tokens: list[list[Rational]], pool: bool) -> _Separated:
     )
 
 
-def _kinks(tokens: list[list[Rational]]) -> list[Rational]:
-    """Kinks, greedily: each splits as many classes as it can of sequences that share their mean and those of the relus so far."""
+def kinks(tokens: Sequence[Sequence[Rational]], known: Sequence[tuple[Rational, ...]]) -> list[Rational]:
+    """Kinks, greedily: each splits as many classes as it can of sequences of which the same is known.
+
+    Args:
+        tokens: of every sequence, on the line; no two the same set.
+        known: of every sequence its mean, and anything else. Each kink c adds the mean of ``relu(t - c)``.
+    """
     members = [sorted(t) for t in tokens]
     sums = [list(accumulate(reversed(t))) for t in members]  # of the largest k + 1 tokens
 
@@ -128,7 +142,7 @@ def _kinks(tokens: list[list[Rational]]) -> list[Rational]:
         above = len(members[j]) - bisect_right(members[j], kink)
         return (sums[j][above - 1] - above * kink) / len(members[j]) if above else rational(0)
 
-    keys: list[tuple[Rational, ...]] = [(_mean(t),) for t in members]
+    keys = list(known)
     found: list[Rational] = []
     while True:
         counts = Counter(keys)
@@ -142,7 +156,7 @@ def _kinks(tokens: list[list[Rational]]) -> list[Rational]:
             if len(set(split.values())) > len({keys[j] for j in stuck}):
                 break
         else:
-            raise AssertionError("two sources are the same set, which SequencePairs excludes")
+            raise SinkformerError("no kink tells two sequences apart, which is a defect of sinkformer")
         found.append(best)
         keys = [split.get(j, key) for j, key in enumerate(keys)]
 
@@ -154,13 +168,13 @@ def _packs(kinks: list[Rational]) -> list[list[Rational]]:
 
 
 def _drawn(
-    tokens: list[list[Rational]], packs: list[list[Rational]], seed: int
+    tokens: list[list[Rational]], packs: list[list[Rational]], seed: int, bits: int
 ) -> tuple[list[Move], list[list[Rational]]]:
     """Increasing moves with random weights, and where the tokens are after them."""
     generator = random.Random(seed)
 
     def weight() -> Rational:
-        return rational(generator.choice((-1, 1)) * generator.randrange(1, 1 << _BITS), _WIDTH << _BITS)
+        return rational(generator.choice((-1, 1)) * generator.randrange(1, 1 << bits), _WIDTH << bits)
 
     moves = [Move(tuple((kink, weight()) for kink in pack)) for pack in packs]
     for move in moves:
@@ -173,7 +187,7 @@ def _ratio(drawn: tuple[list[Move], list[list[Rational]]]) -> Rational:
     tokens = drawn[1]
     values = [_mean(t) for t in tokens]
     classes = [[j] for j in sorted(range(len(values)), key=values.__getitem__)]
-    return min((gap / over for gap, over in _overlaps(classes, tokens, values) if over > 0), default=rational(1))
+    return min((gap / over for gap, over in _overlaps(classes, tokens, values)), default=rational(1))
 
 
 # -- maxima: round after round
@@ -272,9 +286,8 @@ def _overlaps(
     tops = [max(max(tokens[j]) for j in members) for members in classes]
     lows = [min(min(tokens[j]) for j in members) for members in classes]
     for k, (a, b) in enumerate(_consecutive(classes, values)):
-        if tops[k] >= lows[k + 1]:
-            # Where they only touch, any rho < 1 parts them; half the distance of the statistics stands for the overlap.
-            found.append((b - a, max(tops[k] - lows[k + 1], (b - a) / 2)))
+        if tops[k] > lows[k + 1]:  # where they only touch, any rho < 1 parts them
+            found.append((b - a, tops[k] - lows[k + 1]))
     return found
 
 
