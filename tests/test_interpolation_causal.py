@@ -246,6 +246,8 @@ def test_too_few_tokens_left_are_refused_by_name():
         ([[0, 1.0], [0, 1]], ConfigError, r"received 1\.0"),
         ([[0, 0], [0, 1]], ConfigError, r"all targets of Y\[0\].*none of number 1"),
         ([[0, 1], [1, 0]], DatasetError, r"two for the first 1 token of X\[0\] and X\[1\]"),
+        (5, ConfigError, "lists of numbers"),
+        ([0, 1], ConfigError, "lists of numbers"),
     ],
 )
 def test_a_wrong_assignment_is_refused(assignment, error, match):

@@ -288,3 +288,13 @@ def test_bad_arguments(options, error, message):
 def test_bad_teachers(options):
     with pytest.raises(ConfigError):
         teacher(**options)
+
+
+def test_it_trains_where_gradients_are_off():
+    """A frozen model, or a caller under no_grad: training is the purpose."""
+    expected = parameters(run().runs[0].model)
+    frozen = line(0.9, 0.5, 0.3).requires_grad_(False)
+    with torch.no_grad():
+        found = run(frozen)
+    assert torch.equal(parameters(found.runs[0].model), expected)
+    assert not any(t.requires_grad for t in frozen.parameters())

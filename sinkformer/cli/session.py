@@ -70,7 +70,7 @@ def _prepare_stdout() -> None:
     if sys.stdout is None:
         raise OSError("standard output is closed; leave it open, or send it to a file")
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(encoding="utf-8")
+        sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace")
 
 
 def _sentence(error: Exception) -> str:

@@ -299,7 +299,10 @@ def _names(members: Sequence[int]) -> str:
 def _numbers(pairs: SequencePairs, assignment: Assignment) -> Iterator[tuple[int, int, int]]:
     """All ``(sequence, token, target)``, checked."""
     remedy = "give every sequence a list with the number of a target for each of its tokens, and leave no target out"
-    given = [list(numbers) for numbers in assignment]
+    try:
+        given = [list(numbers) for numbers in assignment]
+    except TypeError:
+        raise ConfigError(f"expected an assignment as lists of numbers, received {assignment!r}; {remedy}") from None
     if len(given) != pairs.N:
         raise ConfigError(f"expected an assignment for {pairs.N} sequences, received {len(given)}; {remedy}")
     for j, (x, y, numbers) in enumerate(zip(pairs.X, pairs.Y, given, strict=True)):

@@ -188,7 +188,8 @@ def tikhonov(
         for epsilon in values:
             bar.set_postfix(eps=f"{epsilon:.1e}", refresh=False)
             trained = copy.deepcopy(model)
-            loss, norm = _train(trained, sources, targets, epsilon, steps, rate, bar)
+            with torch.enable_grad():
+                loss, norm = _train(trained.requires_grad_(), sources, targets, epsilon, steps, rate, bar)
             runs.append(Run(epsilon, loss, norm, best_loss + epsilon * best_norm, trained))
     return Tikhonov(tuple(runs), best_loss, best_norm)
 
