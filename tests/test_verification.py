@@ -16,7 +16,7 @@ from sinkformer.interpolation.blocks import Block, ExactBlocks, Kind, feed_forwa
 from sinkformer.interpolation.construction import Interpolant, construct
 from sinkformer.interpolation.datasets import SequencePairs
 from sinkformer.interpolation.following import Box, Following
-from sinkformer.interpolation.rationals import fraction, library, rational
+from sinkformer.interpolation.rationals import enclosure, fraction, library, rational
 from sinkformer.interpolation.vectors import Row, Space
 from sinkformer.interpolation.verification import Certificate, Verdict
 from tests.interpolation_oracle import interpolates, points, transform
@@ -440,3 +440,16 @@ def test_enclosures_of_a_few_tokens_on_a_line(X, sharp):
         assert isinstance(token, Box)
         low, high = map(fraction, token.sides[0])
         assert low - Fraction(1, 10**50) <= truth <= high + Fraction(1, 10**50)
+
+
+def test_enclosures_next_to_zero_stay_small_and_true():
+    """exp(-10**12), written out, would fill the memory."""
+    arb = library().arb
+    for sign in (1, -1):
+        low, high = enclosure(sign * (-arb(10) ** 12).exp())
+        assert low <= 0 <= high
+        assert low < high
+        assert -(Fraction(1, 2) ** 100_000) <= fraction(low)
+        assert fraction(high) <= Fraction(1, 2) ** 100_000
+    assert enclosure(arb(0)) == (0, 0)
+    assert enclosure(arb(3)) == (3, 3)

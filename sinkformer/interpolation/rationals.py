@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     Ball: TypeAlias = arb
 
 
+_FINEST = 100_000
 _SPELLED = re.compile(r"-?\d+(/[1-9]\d*)?", re.ASCII)
 
 
@@ -95,10 +96,13 @@ def floor_to(value: Rational, unit: Rational) -> Rational:
 
 
 def enclosure(ball: Ball) -> tuple[Rational, Rational]:
-    """Rational ends of a ball: ``(lower, upper)``."""
-    return _dyadic(ball.lower()), _dyadic(ball.upper())
+    """Rational ends of a ball: ``(lower, upper)``; rounded outwards where they are nearer to zero than 2**-100000."""
+    return _dyadic(ball.lower(), below=True), _dyadic(ball.upper(), below=False)
 
 
-def _dyadic(exact: Ball) -> Rational:
+def _dyadic(exact: Ball, below: bool) -> Rational:
     mantissa, exponent = exact.man_exp()
-    return library().fmpq(mantissa) * power_of_two(int(exponent))
+    size = int(exponent)
+    if mantissa != 0 and size < -_FINEST:  # exp(-10**12) would fill the memory with zeros
+        mantissa, size = (-1 if mantissa < 0 else 0) if below else (1 if mantissa > 0 else 0), -_FINEST
+    return library().fmpq(mantissa) * power_of_two(size)
