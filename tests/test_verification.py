@@ -446,7 +446,7 @@ def test_enclosures_next_to_zero_stay_small_and_true():
     """exp(-10**12), written out, would fill the memory."""
     arb = library().arb
     for sign in (1, -1):
-        low, high = enclosure(sign * (-arb(10) ** 12).exp())
+        low, high = enclosure(sign * (-(arb(10) ** 12)).exp())
         assert low <= 0 <= high
         assert low < high
         assert -(Fraction(1, 2) ** 100_000) <= fraction(low)
