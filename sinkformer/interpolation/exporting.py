@@ -113,9 +113,9 @@ def measured_error(pairs: SequencePairs, model: TokenTransformer) -> float:
     return worst / (largest or 1.0)
 
 
-def points(x: Tokens, dtype: torch.dtype = torch.float64) -> Tensor:
-    """Tokens as a tensor ``(n, d)``."""
-    return _tensor(x.floats, dtype)
+def points(x: Tokens) -> Tensor:
+    """Tokens as a tensor ``(n, d)``, float64."""
+    return _tensor(x.floats, torch.float64)
 
 
 def _tensor(values: np.ndarray, dtype: torch.dtype) -> Tensor:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from sinkformer.errors import ModelError
 from sinkformer.interpolation.blocks import Block, Kind
@@ -17,6 +17,7 @@ from sinkformer.interpolation.rationals import fraction, parsed, rational, spell
 from sinkformer.interpolation.vectors import Row
 
 if TYPE_CHECKING:
+    from sinkformer.interpolation.interpolants import Interpolant
     from sinkformer.interpolation.rationals import Rational
 
 CERTIFICATE = "certificate.json"
@@ -29,37 +30,25 @@ _ROW = re.compile(r"Y:(0|[1-9]\d{0,17}):(0|[1-9]\d{0,17})")
 _COORDINATE = re.compile(r"0|[1-9]\d{0,17}")
 
 
-class Stored(NamedTuple):
-    """What a certificate holds."""
-
-    pairs: SequencePairs
-    kind: Kind
-    tau: Fraction
-    tau_star: Fraction | None
-    method: str
-    blocks: tuple[Block, ...]
-    ledger: Ledger
-
-
-def text_of(stored: Stored, verdict: Mapping[str, Any], export: Mapping[str, Any]) -> str:
+def text_of(network: Interpolant, verdict: Mapping[str, Any], export: Mapping[str, Any]) -> str:
     """The contents of ``certificate.json``."""
     contents = {
         "format_version": _VERSION,
-        "data": {name: list(map(_rows, side)) for name, side in (("X", stored.pairs.X), ("Y", stored.pairs.Y))},
-        "kind": stored.kind,
-        "tau": spelled(stored.tau),
-        "tau_star": None if stored.tau_star is None else spelled(stored.tau_star),
-        "method": stored.method,
-        "blocks": list(map(_block_to_json, stored.blocks)),
-        "ledger": stored.ledger.to_dict(),
+        "data": {name: list(map(_rows, side)) for name, side in (("X", network.pairs.X), ("Y", network.pairs.Y))},
+        "kind": network.kind,
+        "tau": spelled(network.tau),
+        "tau_star": None if network.tau_star is None else spelled(network.tau_star),
+        "method": network.method,
+        "blocks": list(map(_block_to_json, network.blocks)),
+        "ledger": network.ledger.to_dict(),
         "verdict": verdict,
         "export": export,
     }
     return json.dumps(contents, indent=1, allow_nan=False) + "\n"
 
 
-def read(folder: Path) -> Stored:
-    """Read it.
+def read(folder: Path) -> dict[str, Any]:
+    """The attributes of the ``Interpolant`` that a folder holds.
 
     Raises:
         ModelError: no file, a damaged one, or one of another version.
@@ -69,14 +58,14 @@ def read(folder: Path) -> Stored:
         raise ModelError(f"expected the file {CERTIFICATE} in {folder}; write the folder with save")
     try:
         contents = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refused)
-        return _stored(contents)
+        return _network(contents)
     except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
         raise ModelError(
             f"expected a certificate of format_version {_VERSION} in {folder}, received a damaged one: {error}; save it again"
         ) from error
 
 
-def _stored(contents: Any) -> Stored:
+def _network(contents: Any) -> dict[str, Any]:
     _check_keys("the certificate", contents, _KEYS)
     if contents["format_version"] is True or contents["format_version"] != _VERSION:
         raise ValueError(f"format_version is {contents['format_version']!r}")
@@ -87,15 +76,15 @@ def _stored(contents: Any) -> Stored:
     if contents["blocks"] == []:
         raise ValueError("there is no block")
     star = None if contents["tau_star"] is None else _positive("tau_star", contents["tau_star"])
-    return Stored(
-        SequencePairs(*(list(map(_sequence, contents["data"][name])) for name in ("X", "Y"))),
-        kind,
-        _positive("tau", contents["tau"]),
-        star,
-        method,
-        tuple(map(_block, _list("the blocks", contents["blocks"]))),
-        _ledger(contents["ledger"]),
-    )
+    return {
+        "pairs": SequencePairs(*(list(map(_sequence, contents["data"][name])) for name in ("X", "Y"))),
+        "kind": kind,
+        "tau": _positive("tau", contents["tau"]),
+        "tau_star": star,
+        "method": method,
+        "blocks": tuple(map(_block, _list("the blocks", contents["blocks"]))),
+        "ledger": _ledger(contents["ledger"]),
+    }
 
 
 def _block_to_json(block: Block) -> dict[str, Any]:

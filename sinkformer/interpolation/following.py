@@ -50,11 +50,6 @@ class Box:
 
     sides: dict[int | Row, Interval]
 
-    @property
-    def exact(self) -> bool:
-        """A box never is."""
-        return False
-
 
 Token = Form | Box
 

@@ -154,8 +154,7 @@ class Interpolant:
             PrecisionError, ConfigError: of ``export``.
         """
         found = self.export(dtype)
-        stored = files.Stored(self.pairs, self.kind, self.tau, self.tau_star, self.method, self.blocks, self.ledger)
-        text = files.text_of(stored, self.certificate.check().to_dict(), found.to_dict())
+        text = files.text_of(self, self.certificate.check().to_dict(), found.to_dict())
         certificate = Path(folder) / files.CERTIFICATE
         certificate.unlink(missing_ok=True)  # never a certificate beside the module of another network
         found.model.save(folder)
@@ -185,6 +184,6 @@ def load(folder: str | Path) -> Interpolant:
         ModelError: no certificate there, or a damaged one.
         MissingExtraError: python-flint is not installed.
     """
-    found = Interpolant(*files.read(Path(folder)))
+    found = Interpolant(**files.read(Path(folder)))
     check_blocks(found.blocks, found.pairs)
     return found
