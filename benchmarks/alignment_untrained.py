@@ -18,6 +18,7 @@ from sinkformer.metrics import score_alignments
 from sinkformer.text import Aligner
 from sinkformer.text.gold import LinkedPair, read_links
 
+OPTIONS = ("layer", "method", "epsilon", "null_price", "distortion", "threshold")
 SETS = ("edinburgh/dev", "mtref/dev", "msr_rte/dev")
 
 
@@ -30,10 +31,11 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=300, help="first pairs of each set")
     parser.add_argument("--sets", nargs="*", default=SETS)
     parser.add_argument("--layer", type=int)
+    parser.add_argument("--method")
     for name in ("epsilon", "null-price", "distortion", "threshold"):
         parser.add_argument(f"--{name}", type=float)
     arguments = parser.parse_args()
-    options = {name: getattr(arguments, name) for name in ("layer", "epsilon", "null_price", "distortion", "threshold")}
+    options = {name: getattr(arguments, name) for name in OPTIONS}
     folder = os.environ.get("SINKFORMER_ALIGNMENT_DATA")
     if not folder or not Path(folder).is_dir():
         sys.exit("skipped: set SINKFORMER_ALIGNMENT_DATA to the folder with the gold alignments")

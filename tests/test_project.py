@@ -120,7 +120,7 @@ def test_this_environment_is_within_the_declared_bounds():
 
 def test_extras():
     extras = PROJECT["optional-dependencies"]
-    assert set(extras) == {"text", "cli", "plot", "exact", "train", "fast", "gpu", "all", "dev"}
+    assert set(extras) == {"text", "multi", "cli", "plot", "exact", "train", "fast", "ray", "gpu", "all", "dev"}
     assert extras["all"] == ["sinkformer[text,cli,plot,fast,train,exact]"]
 
 

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import AbstractContextManager
+from itertools import islice
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from sinkformer.cli import options as o
+from sinkformer.cli.inputs import Inputs
+from sinkformer.cli.lines import UNSOLVED, Layout
+from sinkformer.cli.outputs import Output, continued, fresh, resume_file
 from sinkformer.cli.session import NOT_CONVERGED, check_writable, session, usage
-from sinkformer.cli.streams import Report, opened_pairs, output_stream, progress
-from sinkformer.text.formats import format_jsonl
+from sinkformer.cli.streams import Report, progress
+from sinkformer.cli.working import WINDOW, Work
+from sinkformer.text import Aligner
 
 _PAIRS = "'source ||| target' or TAB lines; '-' is stdin."
 _RAW = "Lines are plain text, to be split into words (default: words are separated by blanks, and links count those)."
@@ -36,7 +42,9 @@ def align(
     null_price: o.NullPrice = None,
     threshold: o.Threshold = None,
     distortion: o.Distortion = None,
-    no_null: o.NoNull = False,
+    method: o.Method = None,
+    resume: o.Resume = False,
+    workers: o.Workers = 1,
     strict: o.Strict = False,
     quiet: o.Quiet = False,
     debug: o.Debug = False,
@@ -49,20 +57,36 @@ def align(
         raise usage("give either PAIRS, or both --src and --tgt")
     if ids and format is o.LineFormat.jsonl:
         raise usage("--ids belongs to --format pharaoh; JSON lines carry their id anyway")
+    inputs = Inputs(tuple(str(path) for path in (pairs, src, tgt) if path is not None), tokenized=not raw)
+    if workers > 1:
+        inputs.require_files("--workers")
+    if resume:
+        inputs.require_files("--resume")
+        if output is None:
+            raise usage("--resume needs --output FILE")
     report = Report(quiet, Counter())
     with session(quiet=quiet, debug=debug, stdout=output is None):
-        check_writable(output, inputs=[path for path in (pairs, src, tgt) if path is not None])
-        with opened_pairs(pairs, src, tgt, tokenized=not raw) as (items, total):
-            aligner = o.build_aligner(model, layer, device, epsilon, null_price, threshold, distortion, no_null)
-            with output_stream(output) as out, progress(total, quiet) as advance:
-                for number, result in enumerate(aligner.align(items), 1):
-                    usable = report.note(result)
-                    if format is o.LineFormat.jsonl:
-                        line = format_jsonl(result, number)
-                    else:
-                        line = f"{number}\t" * ids + str(result) * usable
-                    out.write(line + "\n")
+        check_writable(output, inputs=inputs.names)
+        with inputs.opened() as (items, total):
+            given = o.given_options(model, layer, device, epsilon, null_price, threshold, distortion, method)
+            aligner, work = Aligner(**given), Work(inputs, Layout(format, ids), given)
+            with _opened(output, work, aligner, resume) as out, progress(total, quiet, out.done) as advance:
+                report.add(out.notes)
+                if workers > 1:
+                    lines = work.lines_from_workers(workers, out.done)
+                else:
+                    lines = work.lines(islice(items, out.done, None), aligner, out.done)
+                for line in lines:
+                    report.note(line)
+                    out.write(line)
                     advance()
         report.sum_up()
-    if strict and report.counts["not converged"]:
+    if strict and report.counts[UNSOLVED]:
         raise typer.Exit(NOT_CONVERGED)
+
+
+def _opened(output: Path | None, work: Work, aligner: Aligner, resume: bool) -> AbstractContextManager[Output]:
+    if not resume or output is None:
+        return fresh(output)
+    check_writable(resume_file(output), inputs=work.inputs.names)
+    return continued(output, work.made_from(aligner), WINDOW)

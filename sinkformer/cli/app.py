@@ -9,9 +9,12 @@ import typer
 
 from sinkformer.cli.align import align
 from sinkformer.cli.couple import couple
+from sinkformer.cli.distance import distance
 from sinkformer.cli.evaluate import evaluate
 from sinkformer.cli.info import info
 from sinkformer.cli.interpolate import interpolate
+from sinkformer.cli.search import search
+from sinkformer.cli.train import train
 from sinkformer.cli.w1 import w1
 
 app = typer.Typer(
@@ -41,5 +44,5 @@ def _root(
     """Options of the whole program."""
 
 
-for verb in (couple, align, evaluate, w1, interpolate, info):
+for verb in (couple, align, distance, search, train, evaluate, w1, interpolate, info):
     app.command()(verb)

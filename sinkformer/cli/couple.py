@@ -12,6 +12,7 @@ from sinkformer.cli.session import NOT_CONVERGED, check_writable, same_place, se
 from sinkformer.cli.streams import read_text
 from sinkformer.cli.tables import print_alignment
 from sinkformer.plots import check_format
+from sinkformer.text import Aligner
 from sinkformer.text.formats import format_jsonl
 
 
@@ -30,7 +31,7 @@ def couple(
     null_price: o.NullPrice = None,
     threshold: o.Threshold = None,
     distortion: o.Distortion = None,
-    no_null: o.NoNull = False,
+    method: o.Method = None,
     strict: o.Strict = False,
     quiet: o.Quiet = False,
     debug: o.Debug = False,
@@ -50,7 +51,8 @@ def couple(
         if plot is not None:
             check_format(plot)
         a, b = (read_text(text) if files else text for text in (text_a, text_b))
-        aligner = o.build_aligner(model, layer, device, epsilon, null_price, threshold, distortion, no_null)
+        given = o.given_options(model, layer, device, epsilon, null_price, threshold, distortion, method)
+        aligner = Aligner(**given)
         result = aligner(a.split(), b.split()) if tokenized else aligner(a, b)
         if format is o.TextFormat.text:
             print_alignment(result)

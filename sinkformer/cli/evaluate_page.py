@@ -6,7 +6,7 @@ from html import escape
 
 from sinkformer.metrics import AlignmentScores
 from sinkformer.text.gold import LinkedPair, LinkFile
-from sinkformer.text.pages import _STYLE, _direction, _sentence, visible
+from sinkformer.text.pages import document, grid, sentence, visible
 from sinkformer.text.tokens import Words
 
 _SHOWN = 20
@@ -19,10 +19,11 @@ _MARKS = {
     "open": ("◌", "possible, not predicted (no error for AER)"),
 }
 _COLOURS = """
+.map tbody td { font-size: 1em; }
+.map td:is(.right, .wrong, .missed) { color: #1a1a1a; }
 .map td.right { background: #d9ead9; }
 .map td.wrong { background: #f3d3cd; font-weight: bold; }
 .map td.missed { background: #fdf0c8; font-weight: bold; }
-.map td { font-size: 1em; }
 """
 
 
@@ -44,18 +45,14 @@ def worst_pairs(
     errors = [c.predicted - c.gold_hits + c.sure - c.sure_hits for c in scores.counts]
     worst = sorted((k for k in range(len(errors)) if errors[k]), key=lambda k: (-errors[k], k))[:_SHOWN]
     sections = [_section(gold.pairs[k], predicted.pairs[k], ignore_possible) for k in worst]
-    title = escape(f"Links of {visible(predicted.name)} against {visible(gold.name)}")
     legend = ", ".join(f"{sign} {escape(meaning)}" for sign, meaning in _MARKS.values())
     count = f"{sum(map(bool, errors))} of {len(errors)} pairs have errors; {len(worst)} with the most are below."
-    return (
-        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{title}</title>\n<style>{_STYLE}{_COLOURS}</style>\n</head>\n<body>\n<h1>{title}</h1>\n"
+    introduction = (
         f"<p>{escape(line)}</p>\n<p>{count} Signs: {legend}. "
-        'Words <span class="alone">marked like this</span> have no gold link.</p>\n'
-        + "\n".join(sections)
-        + "\n</body>\n</html>\n"
+        'Words <span class="alone">marked like this</span> have no gold link.</p>'
     )
+    title = f"Links of {visible(predicted.name)} against {visible(gold.name)}"
+    return document(title, [introduction, *sections], style=_COLOURS)
 
 
 def _section(gold: LinkedPair, predicted: LinkedPair, ignore_possible: bool) -> str:
@@ -68,13 +65,15 @@ def _section(gold: LinkedPair, predicted: LinkedPair, ignore_possible: bool) -> 
     ]
     counts = [sum(kind == name for kind in kinds.values()) for name in ("right", "wrong", "missed")]
     name = "" if gold.id is None else f" ({visible(str(gold.id))})"
-    out = [f"<h2>Line {gold.line}{escape(name)}: {counts[0]} right, {counts[1]} wrong, {counts[2]} missed</h2>"]
+    out = [
+        f"<section><h2>Line {gold.line}{escape(name)}: {counts[0]} right, {counts[1]} wrong, {counts[2]} missed</h2>"
+    ]
     linked = gold.sure if ignore_possible else gold.links
     for side, tokens in enumerate(held):
         if tokens is not None:
-            text, alone = Words.from_tokens(tokens), set(range(len(tokens))) - {link[side] for link in linked}
-            out.append(f'<p class="text" dir="{_direction(text.text)}">{_sentence(text, alone)}</p>')
-    return "\n".join([*out, _table(words[0], words[1], kinds)])
+            alone, name = set(range(len(tokens))) - {link[side] for link in linked}, ("source", "target")[side]
+            out.append(sentence(Words.from_tokens(tokens), alone, name=name, label=f"{name} text"))
+    return "\n".join([*out, _table(words[0], words[1], kinds), "</section>"])
 
 
 def _kinds(gold: LinkedPair, predicted: LinkedPair, ignore_possible: bool) -> dict[tuple[int, int], str]:
@@ -85,18 +84,8 @@ def _kinds(gold: LinkedPair, predicted: LinkedPair, ignore_possible: bool) -> di
 
 
 def _table(source: tuple[str, ...], target: tuple[str, ...], kinds: dict[tuple[int, int], str]) -> str:
-    head = "".join(f"<th><bdi>{escape(visible(word))}</bdi></th>" for word in target)
-    rows = []
-    for i, word in enumerate(source):
-        cells = [f"<th><bdi>{escape(visible(word))}</bdi></th>"]
-        for j in range(len(target)):
-            kind = kinds.get((i, j))
-            cells.append(
-                "<td></td>" if kind is None else f'<td class="{kind}" title="{i}-{j} {kind}">{_MARKS[kind][0]}</td>'
-            )
-        rows.append(f"<tr>{''.join(cells)}</tr>")
-    return (
-        f'<div class="scroll"><table class="map">\n<thead><tr><th></th>{head}</tr></thead>\n<tbody>\n'
-        + "\n".join(rows)
-        + "\n</tbody></table></div>"
-    )
+    def cell(i: int, j: int) -> str:
+        kind = kinds.get((i, j))
+        return "<td></td>" if kind is None else f'<td class="{kind}" title="{i}-{j} {kind}">{_MARKS[kind][0]}</td>'
+
+    return grid(source, target, cell)

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from sinkformer.text import Aligner
+from sinkformer.text.methods import METHODS
 
 _MODEL = "Model"
 _HOW = "Coupling"
@@ -15,14 +15,15 @@ _HOW = "Coupling"
 Model = Annotated[
     str | None,
     typer.Option(
-        help="'en' (packaged English model), a folder, or a Hugging Face name. Default: en.",
+        help="'en' (packaged English model and aligner), 'multi', a folder of a model or of an aligner, or a Hugging Face name. "
+        "Default: en.",
         rich_help_panel=_MODEL,
     ),
 ]
 Layer = Annotated[
     int | None,
     typer.Option(
-        help="Hidden layer of the model. Default: 3 for 'en', 0.6 of the depth for others.",
+        help="Hidden layer of the model. Default: 3 for 'en', 7 for 'multi', 0.6 of the depth for others.",
         rich_help_panel=_MODEL,
     ),
 ]
@@ -31,7 +32,9 @@ Device = Annotated[
 ]
 Epsilon = Annotated[
     float | None,
-    typer.Option(help="Strength of the entropy, in [1e-6, 1e6]. Default: 0.05.", rich_help_panel=_HOW),
+    typer.Option(
+        help="Strength of the entropy, in [1e-6, 1e6]; not of argmax and itermax. Default: 0.05.", rich_help_panel=_HOW
+    ),
 ]
 NullPrice = Annotated[
     float | None,
@@ -41,7 +44,7 @@ Threshold = Annotated[
     float | None,
     typer.Option(
         help="Least share of a word's mass for a link, in (0, 1]. In the one-to-one matching all copies of a word "
-        "count together, so a link's own confidence can be lower. Default: 0.3.",
+        "count together, so a link's own confidence can be lower. Not of argmax and itermax. Default: 0.3.",
         rich_help_panel=_HOW,
     ),
 ]
@@ -51,9 +54,21 @@ Distortion = Annotated[
         help="Cost of a change of place, in [0, 1e6]; 0 for free word order. Default: 0.2.", rich_help_panel=_HOW
     ),
 ]
-NoNull = Annotated[
+Method = Annotated[
+    str | None,
+    typer.Option(
+        help=f"How links are found: trained, {', '.join(METHODS)}. Default: trained for 'en' and for aligners, else partial.",
+        rich_help_panel=_HOW,
+        metavar="NAME",
+    ),
+]
+Workers = Annotated[
+    int,
+    typer.Option(min=1, help="Processes that share the work; more than one needs the extra [ray].", metavar="N"),
+]
+Resume = Annotated[
     bool,
-    typer.Option("--no-null", help="Every word has to go somewhere; none may stay alone.", rich_help_panel=_HOW),
+    typer.Option("--resume", help="Go on where an earlier run with --resume was stopped; needs --output."),
 ]
 Strict = Annotated[bool, typer.Option("--strict", help="Exit with code 3 if a coupling has not converged.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No warnings and no progress bar; errors are still shown.")]
@@ -82,7 +97,7 @@ class ReportFormat(str, Enum):
     jsonl = "jsonl"
 
 
-def build_aligner(
+def given_options(
     model: str | None,
     layer: int | None,
     device: str | None,
@@ -90,9 +105,9 @@ def build_aligner(
     null_price: float | None,
     threshold: float | None,
     distortion: float | None,
-    no_null: bool,
-) -> Aligner:
-    """The aligner of the options that were given; it has the defaults of all others."""
+    method: str | None,
+) -> dict[str, Any]:
+    """The options of ``Aligner`` that were given."""
     given: dict[str, Any] = {
         "model": model,
         "layer": layer,
@@ -101,6 +116,6 @@ def build_aligner(
         "null_price": null_price,
         "threshold": threshold,
         "distortion": distortion,
-        "null": False if no_null else None,
+        "method": method,
     }
-    return Aligner(**{name: value for name, value in given.items() if value is not None})
+    return {name: value for name, value in given.items() if value is not None}

@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from importlib.metadata import version
 from itertools import islice
-from numbers import Real
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
-from sinkformer.costs import Matrix
-from sinkformer.couplings import Coupling, EntropicCoupling
 from sinkformer.errors import (
     ConfigError,
     ConvergenceWarning,
@@ -30,56 +25,58 @@ from sinkformer.errors import (
     ShapeError,
     TextError,
 )
-from sinkformer.measures import Measure
 from sinkformer.text import decoding, documents
 from sinkformer.text.alignments import Alignment
+from sinkformer.text.choice import Choice, choose
 from sinkformer.text.embedders import (
     PACKAGED_MODEL,
     Embedder,
     TransformerEmbedder,
-    as_embedder,
     checked_device,
     checked_vectors,
 )
 from sinkformer.text.formats import BadLine, Pair
-from sinkformer.text.tokens import Tokenizer, Words, split_words, surface
+from sinkformer.text.learned import Trained
+from sinkformer.text.methods import EncodedPair, Found, Method
+from sinkformer.text.methods.checks import DEAREST, checked_number, checked_price
+from sinkformer.text.methods.linking import empty
+from sinkformer.text.tokens import Tokenizer, Words, split_words
 
 TextLike = str | Sequence[str] | Words
 
 # Cells of the cost matrices solved together: bounds the memory of a batch whatever the lengths.
 _CELLS = 400_000
 
-# Costs of word pairs are of order one. Prices far beyond them leave no digits of a cost; an entropy far below them
-# leaves none of a plan.
-_DEAREST = 1e6
-_LEAST_EPSILON = 1e-6
+_NULL_PRICE = 0.4
 
 
 class Aligner:
     """Couples pairs of texts. Build it once; call it with two texts, or stream pairs through :meth:`align`.
 
     The cost of a word pair is 1 - cos of their centred vectors, plus ``distortion`` times the squared
-    difference of their relative positions. The coupling is the entropic one of the two texts, each completed
-    by a null atom.
+    difference of their relative positions. ``method`` finds coupling and links. The distance is that of the cheapest
+    matching, whatever the method.
 
     Args:
         model: ``"en"`` (packaged English model), a folder, a Hugging Face name, a callable from a list of
             token lists to a list of ``(n_words, d)`` arrays, or an ``Embedder``. Of a callable the settings know
             only the name.
         layer: hidden layer of a Hugging Face model; default: 3 for ``"en"``, 0.6 of the depth for others.
-        null: let words stay alone. Without, every word has to go somewhere; texts without words use the null
-            atom anyway.
-        null_price: what leaving one word alone costs, in (0, 1e6]; two words are matched only if their cost is
-            below twice that.
-        epsilon: strength of the entropy, in units of the cost, in [1e-6, 1e6]: larger values spread the coupling.
+        method: how links are found: ``"partial"`` (the default: entropic coupling with null atoms), ``"balanced"``,
+            ``"unbalanced"``, ``"argmax"``, ``"itermax"``, or a ``Method`` such as ``methods.Unbalanced(reach=0.3)``,
+            which holds its own options. Options without meaning for a method are an error; None is its default.
+        null_price: what leaving one word alone costs, in (0, 1e6]; default 0.4. The distance has it, and the coupling of
+            ``"partial"``: there two words are matched only if their cost is below twice that.
+        epsilon: strength of the entropy, in units of the cost, in [1e-6, 1e6]; default 0.05. Larger values spread the
+            coupling. Of ``"partial"``, ``"balanced"`` and ``"unbalanced"``.
         distortion: price of a change of place, in [0, 1e6]; 0 for languages of free word order.
-        threshold: least share of a word's mass for a link, in (0, 1]; for a pair of the one-to-one matching all copies
-            of a word count together, since they share its mass (see ``decoding``), so that the own confidence of such a
-            link can be below the threshold.
+        threshold: least share of a word's mass for a link, in (0, 1]; default 0.3. For a pair of the one-to-one matching
+            all copies of a word count together, since they share its mass (see ``decoding``), so that the own confidence of
+            such a link can be below the threshold. Of the same methods as ``epsilon``.
         tokenizer: a callable from text to a list of words, instead of the built-in rule. Token lists are
             never split.
-        centre: vector subtracted from all word vectors; ``"auto"``: the shipped mean for ``"en"``, none for
-            others (see :meth:`fit_centre`); None: no centring.
+        centre: vector subtracted from all word vectors; ``"auto"``: the shipped mean for ``"en"`` and
+            ``"multi"``, none for others (see :meth:`fit_centre`); None: no centring.
         max_words: longest text accepted. Longer ones are an error: nothing is cut off in silence.
         device: torch device of model and coupling: cpu, cuda or mps.
         batch_size: texts encoded, and pairs solved, together. The results do not depend on it.
@@ -94,11 +91,11 @@ class Aligner:
         model: str | Path | Callable | Embedder = PACKAGED_MODEL,
         *,
         layer: int | None = None,
-        null: bool = True,
-        null_price: float = 0.4,
-        epsilon: float = 0.05,
+        method: str | Method | None = None,
+        null_price: float | None = None,
+        epsilon: float | None = None,
         distortion: float = 0.2,
-        threshold: float = 0.3,
+        threshold: float | None = None,
         tokenizer: Tokenizer | None = None,
         centre: Any = "auto",
         max_words: int = 4096,
@@ -106,10 +103,9 @@ class Aligner:
         batch_size: int = 32,
     ):
         """Check the options, then load the model."""
-        _check_number("null_price", null_price, above=0.0, most=_DEAREST)
-        _check_number("epsilon", epsilon, least=_LEAST_EPSILON, most=_DEAREST)
-        _check_number("distortion", distortion, least=0.0, most=_DEAREST)
-        _check_number("threshold", threshold, above=0.0, most=1.0)
+        price = _NULL_PRICE if null_price is None else checked_price("null_price", null_price)
+        choice = choose(model, method, null_price=null_price, epsilon=epsilon, threshold=threshold)
+        self.distortion = checked_number("distortion", distortion, least=0.0, most=DEAREST)
         for name, value in (("max_words", max_words), ("batch_size", batch_size)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(f"expected {name} as a whole number >= 1, received {value!r}")
@@ -117,23 +113,23 @@ class Aligner:
             raise DTypeError(
                 f"expected tokenizer to be a callable from str to a list of words, received {type(tokenizer).__name__}"
             )
-        self.null, self.null_price, self.epsilon = bool(null), float(null_price), float(epsilon)
-        self.distortion, self.threshold, self.tokenizer = float(distortion), float(threshold), tokenizer
-        self.max_words, self.batch_size, self.device = max_words, batch_size, checked_device(device)
-        self.embedder = as_embedder(model, layer=layer, device=self.device, batch_size=batch_size)
+        self.tokenizer, self.max_words, self.batch_size = tokenizer, max_words, batch_size
+        self.device = checked_device(device)
+        self.embedder, trained = choice.load(layer=layer, device=self.device, batch_size=batch_size)
+        self.method = choice.method_with(trained)
+        self.null_price: float = self.method.settings.get("null_price", price)
         self.centre, self._centre_name = _resolve_centre(centre, self.embedder)
 
     @property
     def settings(self) -> dict[str, Any]:
         """Everything a result depends on besides the texts; it is stored in every ``Alignment``."""
-        out = dict(self.embedder.settings)
+        out = {**self.embedder.settings, **self.method.settings}
         out.update(
             centre=self._centre_name,
-            null=self.null,
+            method=self.method.name,
+            null=self.method.null,
             null_price=self.null_price,
-            epsilon=self.epsilon,
             distortion=self.distortion,
-            threshold=self.threshold,
             tokenizer="default" if self.tokenizer is None else _name_of(self.tokenizer),
             version=version("sinkformer"),
         )
@@ -274,13 +270,10 @@ class Aligner:
         """Results for pairs that fit in memory together, in order."""
         # Each distinct text is encoded once: less work, and equal texts have equal vectors to the last bit.
         texts = list(dict.fromkeys(side.words for pair in pairs for side in pair))
-        vectors = {
-            words: documents.unit_vectors(x.to(self._coupling_device), self.centre)
-            for words, x in zip(texts, self._vectors(texts), strict=True)
-        }
+        encoded = dict(zip(texts, self._encoded(texts), strict=True))
         results: list[Alignment | None] = [None] * len(pairs)
         for batch in self._batches(pairs):
-            solved = self._solve([pairs[k] for k in batch], vectors)
+            solved = self._solve([self._pair(*pairs[k], encoded) for k in batch])
             for k, result in zip(batch, solved, strict=True):
                 results[k] = result
         done = [r for r in results if r is not None]
@@ -298,6 +291,24 @@ class Aligner:
     def _vectors(self, texts: Sequence[Sequence[str]]) -> list[Tensor]:
         name = str(self.embedder.settings.get("model", type(self.embedder).__name__))
         return checked_vectors(self.embedder.embed(list(texts)), texts, name)
+
+    def _encoded(self, texts: Sequence[Sequence[str]]) -> Iterator[tuple[Tensor, Tensor | None]]:
+        """Unit vectors and, if the method asks for them, hidden states of each text."""
+        layers, device = self.method.layers, self._coupling_device
+        if layers:
+            # One pass of the model for both; ``as_embedder`` has seen that it has layers.
+            embedder: Any = self.embedder
+            found = embedder.states(list(texts), (embedder.layer, *layers))
+            together = [(x[:, 0], x[:, 1:].to(device)) for x in found]
+        else:
+            together = [(x, None) for x in self._vectors(texts)]
+        for x, states in together:
+            yield documents.unit_vectors(x.to(device), self.centre), states
+
+    def _pair(self, a: Words, b: Words, encoded: dict[tuple[str, ...], tuple[Tensor, Tensor | None]]) -> EncodedPair:
+        (x, left), (y, right) = encoded[a.words], encoded[b.words]
+        cost = documents.word_costs(a.words, b.words, x, y, self.distortion)
+        return EncodedPair(a, b, cost, (x, y), None if left is None or right is None else (left, right))
 
     @property
     def _coupling_device(self) -> torch.device:
@@ -318,60 +329,31 @@ class Aligner:
         if batch:
             yield batch
 
-    def _solve(self, pairs: list[tuple[Words, Words]], vectors: dict[tuple[str, ...], Tensor]) -> list[Alignment]:
-        costs, sources, targets, word_costs, nulls = [], [], [], [], []
-        for a, b in pairs:
-            x, y = vectors[a.words], vectors[b.words]
-            cost = documents.word_costs(a.words, b.words, x, y, self.distortion)
-            null = self.null or not len(a) or not len(b)
-            nulls.append(null)
-            word_costs.append(cost)
-            costs.append(documents.null_costs(cost, self.null_price) if null else cost)
-            sources.append(documents.with_null(x, len(b)) if null else Measure.uniform(x))
-            targets.append(documents.with_null(y, len(a)) if null else Measure.uniform(y))
-        couplings = _solve_ragged(sources, targets, costs, self.epsilon)
+    def _solve(self, pairs: list[EncodedPair]) -> list[Alignment]:
+        solved = iter(self.method.solve(full) if (full := [pair for pair in pairs if pair.cost.numel()]) else [])
         settings = self.settings
-        return [
-            self._result(a, b, cost, coupling, null, settings)
-            for (a, b), cost, coupling, null in zip(pairs, word_costs, couplings, nulls, strict=True)
-        ]
+        return [self._result(pair, next(solved) if pair.cost.numel() else empty(pair), settings) for pair in pairs]
 
-    def _result(
-        self, a: Words, b: Words, cost: Tensor, coupling: EntropicCoupling, null: bool, settings: dict
-    ) -> Alignment:
-        n, m = len(a), len(b)
-        full = coupling.to_dense()
-        plan = full[:n, :m]
-        if null:
-            null_source, null_target = full[:n, m], full[n, :m]
-            scale = max(n + m, 1)
+    def _result(self, pair: EncodedPair, found: Found, settings: dict) -> Alignment:
+        if self.method.null or not pair.cost.numel():
+            matching = decoding.match(pair.costs, pair.shift, self.null_price)
         else:
-            null_source, null_target = full.new_zeros(n), full.new_zeros(m)
-            scale = max(n, m)
-        ground = cost.cpu().numpy()
-        shift = documents.squared_shift(max(n, 1), max(m, 1), torch.device("cpu")).numpy()[:n, :m]
-        if null:
-            matching = decoding.match(ground, shift, self.null_price)
-        else:
-            matching = decoding.match_balanced(ground, shift, documents.FARTHEST + self.distortion)
-        confidence = (plan * scale).clamp(max=1.0).cpu().numpy()
-        links = decoding.decode(
-            matching.links, confidence, _spellings(a), _spellings(b), self.threshold, free=ground == 0
-        )
-        linked = [{i for i, _ in links}, {j for _, j in links}]
+            matching = decoding.match_balanced(pair.costs, pair.shift, documents.FARTHEST + self.distortion)
+        linked = [{i for i, _ in found.links}, {j for _, j in found.links}]
+        confidence = found.confidence.cpu().numpy()
         return Alignment(
-            source=a,
-            target=b,
-            links=links,
-            confidence=[float(confidence[i, j]) for i, j in links],
+            source=pair.source,
+            target=pair.target,
+            links=found.links,
+            confidence=[float(confidence[i, j]) for i, j in found.links],
             unaligned=(
-                [i for i in range(n) if i not in linked[0]],
-                [j for j in range(m) if j not in linked[1]],
+                [i for i in range(len(pair.source)) if i not in linked[0]],
+                [j for j in range(len(pair.target)) if j not in linked[1]],
             ),
-            coupling=coupling,
-            plan=plan,
-            null_source=null_source,
-            null_target=null_target,
+            coupling=found.coupling,
+            plan=found.plan,
+            null_source=found.null_source,
+            null_target=found.null_target,
             distance=matching.distance,
             normalized_distance=matching.normalized_distance,
             settings=settings,
@@ -389,8 +371,13 @@ def couple(a: TextLike, b: TextLike, **options: Any) -> Alignment:
     model = options.get("model", PACKAGED_MODEL)
     if isinstance(model, (str, Path)):
         device = checked_device(options.get("device", "cpu"))
-        files = _files_of(str(model))
-        options["model"] = _kept_embedder(str(model), options.pop("layer", None), str(device), files)
+        own = {name: options.pop(name, None) for name in ("epsilon", "threshold")}
+        choice = choose(model, options.get("method"), null_price=options.get("null_price"), **own)
+        kept = replace(choice, model=str(model), method=None, threshold=None)
+        options["model"], trained = _loaded(kept, options.pop("layer", None), str(device), _files_of(str(model)))
+        options["method"] = method = choice.method_with(trained)
+        if "null_price" in method.settings:
+            options.pop("null_price", None)
     return Aligner(**options)(a, b)
 
 
@@ -403,49 +390,11 @@ def _files_of(model: str) -> tuple[tuple[str, int, int], ...]:
 
 
 @lru_cache(maxsize=2)
-def _kept_embedder(model: str, layer: int | None, device: str, files: tuple = ()) -> Embedder:
+def _loaded(
+    choice: Choice, layer: int | None, device: str, files: tuple[tuple[str, int, int], ...]
+) -> tuple[Embedder, Trained | None]:
     # ``files`` belongs to the key of the cache only: it says which state of the folder was loaded.
-    return TransformerEmbedder(model, layer=layer, device=device)
-
-
-def _solve_ragged(
-    sources: list[Measure], targets: list[Measure], costs: list[Tensor], epsilon: float
-) -> list[EntropicCoupling]:
-    """Couplings of problems of different sizes, solved as one padded batch."""
-    sources, targets = _one_width(sources), _one_width(targets)
-    mu, nu = Measure.stack(sources), Measure.stack(targets)
-    cost = costs[0].new_zeros(len(costs), mu.n, nu.n)
-    for k, c in enumerate(costs):
-        cost[k, : c.shape[0], : c.shape[1]] = c
-    with torch.no_grad():
-        batch = Coupling.solve(mu, nu, cost=cost, epsilon=epsilon, on_failure="ignore")
-    return [_unpadded(batch, k, sources[k], targets[k], c) for k, c in enumerate(costs)]
-
-
-def _one_width(measures: list[Measure]) -> list[Measure]:
-    """A callable may return no vector at all for an empty text; its null atom then lives in the others' space."""
-    d = max(mu.d for mu in measures)
-    return [mu if mu.d == d else mu.pushforward(mu.points.new_zeros(mu.n, d)) for mu in measures]
-
-
-def _unpadded(batch: EntropicCoupling, k: int, mu: Measure, nu: Measure, cost: Tensor) -> EntropicCoupling:
-    """Coupling k of a padded batch, with its own measures and cost in place of the padded ones."""
-    solution = batch.solution.map(lambda t: t[k])
-    return replace(
-        batch,
-        source=mu,
-        target=nu,
-        source_features=mu.points,
-        target_features=nu.points,
-        cost_function=Matrix(cost),
-        epsilon=batch.epsilon[k],
-        solution=replace(solution, f=solution.f[: mu.n], g=solution.g[: nu.n]),
-    )
-
-
-def _spellings(words: Words) -> list[str]:
-    """What counts as the same word when copies share their mass."""
-    return [surface(word).casefold() for word in words.words]
+    return choice.load(layer=layer, device=device)
 
 
 def _resolve_centre(centre: Any, embedder: Embedder) -> tuple[Tensor | None, str | None]:
@@ -455,8 +404,8 @@ def _resolve_centre(centre: Any, embedder: Embedder) -> tuple[Tensor | None, str
     if isinstance(centre, str):
         if centre != "auto":
             raise ConfigError(f"expected centre to be 'auto', None or a vector, received {centre!r}")
-        if isinstance(embedder, TransformerEmbedder) and embedder.name == PACKAGED_MODEL:
-            return packaged_centres()[embedder.layer].double(), "packaged"
+        if isinstance(embedder, TransformerEmbedder) and embedder.centre is not None:
+            return embedder.centre.double(), "packaged"
         return None, None
     vector = centre.detach() if isinstance(centre, Tensor) else torch.as_tensor(np.asarray(centre))
     if vector.dim() != 1:
@@ -465,26 +414,6 @@ def _resolve_centre(centre: Any, embedder: Embedder) -> tuple[Tensor | None, str
     if not bool(torch.isfinite(vector).all()):
         raise NonFiniteError("expected a finite centre, received NaN or infinity")
     return vector, hashlib.sha256(vector.numpy().tobytes()).hexdigest()[:12]
-
-
-def packaged_centres() -> Tensor:
-    """Mean word vector of every layer of the packaged model, ``(7, 384)`` float32.
-
-    Means over the words of the Edinburgh++ corpus, training part (Apache-2.0); benchmarks/make_centre.py
-    makes the file.
-    """
-    return load_file(Path(__file__).with_name("centre_en.safetensors"))["centre"]
-
-
-def _check_number(
-    name: str, value: Any, *, above: float | None = None, least: float | None = None, most: float
-) -> None:
-    number: Any = value if isinstance(value, Real) and not isinstance(value, bool) else math.nan
-    # No comparison holds for NaN.
-    good = number <= most and (above is None or number > above) and (least is None or number >= least)
-    if not good:
-        low = f"> {above:g}" if above is not None else f">= {least:g}"
-        raise ConfigError(f"expected {name} as a finite number {low} and <= {most:g}, received {value!r}")
 
 
 def _name_of(function: Any) -> str:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from sinkformer import plots
+from sinkformer.couplings import DenseCoupling, EntropicCoupling
 from sinkformer.errors import TextWarning
 from sinkformer.solutions import Status
 from sinkformer.text import pages
@@ -20,15 +21,13 @@ from sinkformer.text.tokens import Words
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from sinkformer.couplings import EntropicCoupling
-
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Alignment:
     """The coupling of two texts and what follows from it. ``str()`` is the Pharaoh line.
 
     With n source and m target words every word has mass 1/(n + m); the rest of the mass of a side, its null
-    atom, takes the words of the other side that stay alone. Without null atoms (``null=False``) a source word
+    atom, takes the words of the other side that stay alone. Without null atoms (method ``"balanced"``) a source word
     has mass 1/n, a target word 1/m.
 
     Attributes:
@@ -37,10 +36,10 @@ class Alignment:
         links: pairs (i, j) of word indices, from zero, sorted.
         confidence: for each link the fraction of the word's mass that moves along it, in [0, 1]; not
             rescaled, so unrelated texts have low values. (Without null atoms: the larger of the two
-            fractions.)
+            fractions. ``"argmax"`` and ``"itermax"``: 1 - cost of the pair, at least 0.)
         unaligned: indices of the source words and of the target words without a link.
         coupling: the ``Coupling``, on the CPU or the device of the aligner; with null atoms it has n + 1 and
-            m + 1 atoms, the null atom last.
+            m + 1 atoms, the null atom last. A solver's if the method has one, else dense.
         plan: mass between words, float64, ``(n, m)``.
         null_source: mass of each source word that goes to the null atom, ``(n,)``; zeros without null atoms.
         null_target: mass of each target word that comes from the null atom, ``(m,)``.
@@ -55,7 +54,7 @@ class Alignment:
     links: list[tuple[int, int]]
     confidence: list[float]
     unaligned: tuple[list[int], list[int]]
-    coupling: EntropicCoupling
+    coupling: EntropicCoupling | DenseCoupling
     plan: Tensor
     null_source: Tensor
     null_target: Tensor
@@ -70,13 +69,14 @@ class Alignment:
 
     @property
     def status(self) -> Status:
-        """How the solver ended."""
-        return Status(int(self.coupling.solution.codes))
+        """How the solver ended; CONVERGED for what needs none."""
+        coupling = self.coupling
+        return Status(int(coupling.solution.codes)) if isinstance(coupling, EntropicCoupling) else Status.CONVERGED
 
     @property
     def converged(self) -> bool:
         """Whether the coupling has reached its tolerance and is finite."""
-        return bool(self.coupling.solution.converged)
+        return self.status is Status.CONVERGED
 
     @property
     def settings_hash(self) -> str:

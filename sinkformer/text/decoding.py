@@ -54,6 +54,17 @@ def match(cost: np.ndarray, shift: np.ndarray, null_price: float) -> Matching:
     return Matching(links, distance, distance / worst if worst else 0.0)
 
 
+def assign(cost: np.ndarray, shift: np.ndarray) -> list[tuple[int, int]]:
+    """Cheapest matching of the shorter text into the longer one: pairs (i, j), in order of i.
+
+    Args:
+        cost: ``(n, m)``.
+        shift: squared difference of relative positions, ``(n, m)``, for ties.
+    """
+    rows, columns = linear_sum_assignment(cost + _TIE_BREAK * shift)
+    return [(int(i), int(j)) for i, j in zip(rows, columns, strict=True)]
+
+
 def match_balanced(cost: np.ndarray, shift: np.ndarray, farthest: float) -> Matching:
     """Cheapest matching of the shorter text into the longer one, and the exact transport cost of uniform weights.
 
@@ -65,10 +76,9 @@ def match_balanced(cost: np.ndarray, shift: np.ndarray, farthest: float) -> Matc
         farthest: the largest possible cost.
     """
     n, m = cost.shape
-    rows, columns = linear_sum_assignment(cost + _TIE_BREAK * shift)
-    links = [(int(i), int(j)) for i, j in zip(rows, columns, strict=True)]
+    links = assign(cost, shift)
     if n == m:
-        distance = float(cost[rows, columns].sum())
+        distance = float(sum(cost[i, j] for i, j in links))
     else:
         plan = np.asarray(ot.emd(np.full(n, 1 / n), np.full(m, 1 / m), cost))
         distance = float((plan * cost).sum()) * (n + m) / 2

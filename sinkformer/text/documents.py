@@ -59,19 +59,35 @@ def word_costs(source: tuple[str, ...], target: tuple[str, ...], x: Tensor, y: T
     if not n or not m:
         return x.new_zeros(n, m)
     cost = torch.cdist(x, y, compute_mode="donot_use_mm_for_euclid_dist").square() / 2
-    unknown = (x == 0).all(-1).unsqueeze(-1) | (y == 0).all(-1)
-    if bool(unknown.any()):
-        spelling = {word: k for k, word in enumerate(dict.fromkeys(map(surface, source + target)))}
-        left = torch.tensor([spelling[surface(word)] for word in source], device=x.device)
-        right = torch.tensor([spelling[surface(word)] for word in target], device=x.device)
-        same = left.unsqueeze(-1) == right
-        cost = torch.where(unknown, torch.where(same, 0.0, FARTHEST), cost)
+    differ = unlike(source, target, x, y)
+    if differ is not None:
+        unknown = _unknown(x, y)
+        cost = torch.where(unknown, torch.where(differ, FARTHEST, 0.0), cost)
     if distortion:
         cost = cost + distortion * squared_shift(n, m, x.device)
     return cost
 
 
-def squared_shift(n: int, m: int, device: torch.device) -> Tensor:
+def unlike(source: tuple[str, ...], target: tuple[str, ...], x: Tensor, y: Tensor) -> Tensor | None:
+    """Pairs that nothing links, bool ``(n, m)``: a word without a vector, and a word of another spelling.
+
+    None if all words have vectors.
+    """
+    unknown = _unknown(x, y)
+    if not bool(unknown.any()):
+        return None
+    spelling = {word: k for k, word in enumerate(dict.fromkeys(map(surface, source + target)))}
+    left = torch.tensor([spelling[surface(word)] for word in source], device=x.device)
+    right = torch.tensor([spelling[surface(word)] for word in target], device=x.device)
+    return unknown & (left.unsqueeze(-1) != right)
+
+
+def _unknown(x: Tensor, y: Tensor) -> Tensor:
+    """Pairs of which a word has no vector, bool ``(n, m)``."""
+    return (x == 0).all(-1).unsqueeze(-1) | (y == 0).all(-1)
+
+
+def squared_shift(n: int, m: int, device: torch.device | str) -> Tensor:
     """(t_i - s_j)^2 for relative positions, ``(n, m)`` float64; exactly zero on the diagonal if n = m."""
     t = (torch.arange(n, dtype=torch.float64, device=device) + 0.5) / n
     s = (torch.arange(m, dtype=torch.float64, device=device) + 0.5) / m

@@ -58,7 +58,7 @@ class BadLine:
         return f"line {self.line}: {self.reason}"
 
 
-def read_pairs(file: BinaryIO, *, tokenized: bool = False) -> Iterator[Pair | BadLine]:
+def read_pairs(file: BinaryIO, *, tokenized: bool = False, first: int = 1) -> Iterator[Pair | BadLine]:
     """Read ``source ||| target`` or ``source TAB target`` lines lazily, one item for each line.
 
     A line with bars is split at the bars, whatever tabs it holds; a side may be empty.
@@ -66,8 +66,9 @@ def read_pairs(file: BinaryIO, *, tokenized: bool = False) -> Iterator[Pair | Ba
     Args:
         file: opened in binary mode, so that bytes that are not UTF-8 spoil their own line only.
         tokenized: split both sides at blanks and keep the tokens.
+        first: number of the first line of ``file``, if it is a part of a longer one.
     """
-    for number, raw in enumerate(_lines(file), 1):
+    for number, raw in enumerate(_lines(file, first), first):
         line = _decoded(raw, number)
         yield line if isinstance(line, BadLine) else _pair(line, number, tokenized)
 
@@ -78,13 +79,21 @@ def read_two_files(
     *,
     tokenized: bool = False,
     names: tuple[str, str] = ("source", "target"),
+    first: int = 1,
 ) -> Iterator[Pair | BadLine]:
     """Read line k of both files as pair k.
+
+    Args:
+        source: opened in binary mode.
+        target: opened in binary mode.
+        tokenized: split both sides at blanks and keep the tokens.
+        names: of the files, for messages.
+        first: number of the first line of both, if they are parts of longer files.
 
     Raises:
         FormatError: one file has more lines than the other; raised when the shorter one ends.
     """
-    for number, (a, b) in enumerate(zip_longest(_lines(source), _lines(target)), 1):
+    for number, (a, b) in enumerate(zip_longest(_lines(source, first), _lines(target, first)), first):
         if a is None or b is None:
             shorter, longer = names if a is None else names[::-1]
             raise FormatError(
@@ -110,11 +119,22 @@ def count_lines(path: str | Path) -> int:
     return count + (last != b"\n")
 
 
-def _lines(file: BinaryIO) -> Iterator[bytes]:
+def line_offsets(path: str | Path, every: int) -> list[int]:
+    """Where the lines 0, ``every``, 2 ``every``, ... of a file begin, in bytes, and where the file ends."""
+    offsets, position = [0], 0
+    with Path(path).open("rb") as file:
+        for k, raw in enumerate(file, 1):
+            position += len(raw)
+            if k % every == 0:
+                offsets.append(position)
+    return offsets if offsets[-1] == position else [*offsets, position]
+
+
+def _lines(file: BinaryIO, first: int = 1) -> Iterator[bytes]:
     """Lines without their end; only the line feed ends a line (str.splitlines would also cut at U+2028 and others)."""
-    for k, raw in enumerate(file):
+    for k, raw in enumerate(file, first):
         raw = raw.removesuffix(b"\n").removesuffix(b"\r")
-        yield raw.removeprefix(b"\xef\xbb\xbf") if k == 0 else raw
+        yield raw.removeprefix(b"\xef\xbb\xbf") if k == 1 else raw
 
 
 def _decoded(raw: bytes, number: int) -> str | BadLine:

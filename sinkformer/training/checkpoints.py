@@ -8,22 +8,25 @@ import pickle
 import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from sinkformer.errors import ConfigError, ModelError
-from sinkformer.models import SinkhornTransformer
 from sinkformer.training.recipes import History
 
 _DAMAGE = (OSError, ValueError, KeyError, TypeError, RuntimeError, EOFError, SafetensorError, pickle.UnpicklingError)
 
 
+# A module with ``save_pretrained(folder)``, which writes ``model.safetensors``.
+M = TypeVar("M", bound=nn.Module)
+
+
 @dataclass
-class State:
+class State(Generic[M]):
     """What a run consists of between two steps.
 
     Attributes:
@@ -36,8 +39,8 @@ class State:
         best: weights of the best validation, or None.
     """
 
-    model: SinkhornTransformer
-    averaged: SinkhornTransformer
+    model: M
+    averaged: M
     optimizers: list[torch.optim.Optimizer]
     history: History
     pending: list[float]
@@ -96,7 +99,8 @@ class Store:
             return target
         draft = self.folder / "unfinished"
         shutil.rmtree(draft, ignore_errors=True)
-        state.averaged.save_pretrained(draft)
+        averaged: Any = state.averaged
+        averaged.save_pretrained(draft)
         save_file(_plain(state.model.state_dict()), draft / "training.safetensors")
         if state.best is not None:
             save_file(_plain(state.best), draft / "best.safetensors")

@@ -155,7 +155,7 @@ def fit(
     return history
 
 
-class _Run(State):
+class _Run(State[SinkhornTransformer]):
     """A state, and how it changes."""
 
     def __init__(

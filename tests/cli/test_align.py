@@ -4,6 +4,8 @@ import sys
 
 import pytest
 
+from sinkformer.couplings import Coupling
+
 
 @pytest.fixture
 def pairs(tmp_path):
@@ -141,11 +143,8 @@ def test_empty_input(run):
 
 
 def test_strict(run, monkeypatch):
-    from sinkformer.text import aligners
-
-    solve = aligners.Coupling.solve
-    few = staticmethod(lambda *a, **k: solve(*a, **k, max_iterations=1))
-    monkeypatch.setattr(aligners.Coupling, "solve", few)
+    solve = Coupling.solve
+    monkeypatch.setattr(Coupling, "solve", staticmethod(lambda *a, **k: solve(*a, **k, max_iterations=1)))
     assert run("align", "-", "--strict", input=b"the cat ||| a dog ran\n").exit_code == 3
     assert run("align", "-", input=b"the cat ||| a dog ran\n").exit_code == 0
 

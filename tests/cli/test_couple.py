@@ -2,6 +2,8 @@ import json
 
 import pytest
 
+from sinkformer.couplings import Coupling
+
 A, B = "the cat sat on the mat", "a feline rested on the rug"
 
 
@@ -105,6 +107,16 @@ def test_empty_texts(run):
         (["--epsilon", "0"], 2, "error: expected epsilon as a finite number >= 1e-06 and <= 1e+06, received 0.0"),
         (["--null-price", "1e308"], 2, "error: expected null_price as a finite number > 0 and <= 1e+06, received"),
         (["--threshold", "2"], 2, "error: expected threshold as a finite number > 0 and <= 1, received 2.0"),
+        (
+            ["--method", "best"],
+            2,
+            "error: expected a known method, received 'best'; the methods are 'partial', 'balanced', ",
+        ),
+        (
+            ["--method", "argmax", "--epsilon", "1"],
+            2,
+            "error: epsilon=1.0 has no meaning for the method 'argmax'; leave it",
+        ),
         (["--layer", "9"], 2, "error: expected layer between 0 and 6"),
         (["--device", "gpu"], 2, "error: expected a torch device such as 'cpu' or 'cuda', received 'gpu'"),
         (["--device", "meta"], 2, "error: expected one of the devices 'cpu', 'cuda' and 'mps', received 'meta'"),
@@ -137,18 +149,15 @@ def test_every_option_reaches_the_aligner(run):
     seen = {base}
     for option in (
         ["--layer", "4"], ["--epsilon", "0.2"], ["--null-price", "0.2"], ["--threshold", "0.9"], ["--distortion", "0"],
-        ["--no-null"],
+        ["--method", "balanced"], ["--method", "unbalanced"], ["--method", "argmax"], ["--method", "itermax"],
     ):  # fmt: skip
         seen.add(json.loads(run("couple", A, B, "--format", "jsonl", *option).stdout)["settings"])
-    assert len(seen) == 7
+    assert len(seen) == 10
 
 
 def test_strict_and_warnings(run, monkeypatch):
-    from sinkformer.text import aligners
-
-    solve = aligners.Coupling.solve
-    few = staticmethod(lambda *a, **k: solve(*a, **k, max_iterations=1))
-    monkeypatch.setattr(aligners.Coupling, "solve", few)
+    solve = Coupling.solve
+    monkeypatch.setattr(Coupling, "solve", staticmethod(lambda *a, **k: solve(*a, **k, max_iterations=1)))
     done = run("couple", A, B, "--strict", "--format", "pharaoh")
     assert done.exit_code == 3
     assert done.stdout.startswith("0-0")

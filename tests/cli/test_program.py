@@ -8,14 +8,68 @@ import typer
 
 from sinkformer.cli.app import app
 
-SHARED = {"--model", "--layer", "--device", "--epsilon", "--null-price", "--threshold", "--distortion", "--no-null",
+SHARED = {"--model", "--layer", "--device", "--epsilon", "--null-price", "--threshold", "--distortion", "--method",
           "--strict", "--quiet", "-q", "--debug"}  # fmt: skip
 OPTIONS = {
     "couple": SHARED | {"--files", "--tokenized", "--format", "--plot", "--html"},
-    "align": SHARED | {"--src", "--tgt", "--raw", "--format", "--ids", "--output", "-o"},
+    "align": SHARED | {"--src", "--tgt", "--raw", "--format", "--ids", "--output", "-o", "--resume", "--workers"},
+    "distance": {
+        *(
+            "--files",
+            "--tokenized",
+            "--rows",
+            "--format",
+            "--model",
+            "--layer",
+            "--device",
+            "--null-price",
+            "--distortion",
+        ),
+        *("--quiet", "-q", "--debug"),
+    },
+    "search": {
+        *(
+            "--glob",
+            "--file",
+            "--top",
+            "--size",
+            "--rows",
+            "--format",
+            "--model",
+            "--layer",
+            "--device",
+            "--null-price",
+        ),
+        *("--quiet", "-q", "--debug"),
+    },
     "evaluate": {
         *("--gold-format", "--one-index-gold", "--possible", "--ignore-possible", "--breakdown", "--bootstrap"),
         *("--html", "--json", "--quiet", "-q", "--debug"),
+    },
+    "train": {
+        *(
+            "--train",
+            "--dev",
+            "--save",
+            "--model",
+            "--gold-format",
+            "--one-index-gold",
+            "--epochs",
+            "--rate",
+            "--batch",
+        ),
+        *(
+            "--fine-tune",
+            "--patience",
+            "--longest",
+            "--seed",
+            "--one-way",
+            "--blocks",
+            "--channels",
+            "--pure",
+            "--free-order",
+        ),
+        *("--resume", "--device", "--quiet", "-q", "--debug"),
     },
     "info": {"--format", "--debug"},
     "interpolate": {
@@ -53,7 +107,10 @@ def test_defaults_in_the_help_are_those_of_the_aligner():
     import re
 
     from sinkformer.text import Aligner
+    from sinkformer.text.choice import choose
     from sinkformer.text.embedders import PACKAGED_LAYER
+    from sinkformer.text.learned import Trained
+    from sinkformer.text.methods import Balanced, Partial, Unbalanced
 
     command = typer.main.get_command(app).commands["couple"]
     stated = {
@@ -61,14 +118,17 @@ def test_defaults_in_the_help_are_those_of_the_aligner():
     }
     parameters = inspect.signature(Aligner).parameters
     numbers = {name: match[1].rstrip(".") for name, match in stated.items() if match}
-    for name in ("epsilon", "null_price", "threshold", "distortion"):
-        assert float(numbers[name]) == parameters[name].default
+    assert float(numbers["distortion"]) == parameters["distortion"].default
+    for method in (Partial(), Balanced(), Unbalanced()):
+        for name in {"epsilon", "null_price", "threshold"} & set(method.settings):
+            assert float(numbers[name]) == method.settings[name]
+            assert parameters[name].default is None
+    # Of the packaged model, for which there is a trained aligner.
+    assert choose(parameters["model"].default).method is None
+    assert numbers["method"] == Trained.name
     assert int(numbers["layer"]) == PACKAGED_LAYER
     for name in ("model", "device"):
         assert numbers[name] == parameters[name].default
-    # Options without a number in their help are switched off by default, as in the aligner.
-    assert parameters["null"].default is True
-    assert {p.name: p.default for p in command.params}["no_null"] is False
     assert {p.default for p in command.params if p.name in numbers} == {None}
 
 

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sinkformer.couplings import Coupling
 from sinkformer.errors import (
     ConfigError,
     ConvergenceWarning,
@@ -18,9 +19,10 @@ from sinkformer.errors import (
     TextWarning,
 )
 from sinkformer.solutions import Status
-from sinkformer.text import Aligner, BadLine, Pair, Words, aligners, couple
+from sinkformer.text import Aligner, BadLine, Pair, Words, aligners, choice, couple
 from sinkformer.text.embedders import CallableEmbedder
 
+METHODS = ["partial", "balanced", "unbalanced", "argmax", "itermax"]
 WORDS = ["the", "a", "cat", "feline", "dog", "sat", "rested", "on", "mat", "rug", ".", "king", "queen"]
 
 
@@ -42,21 +44,26 @@ def test_a_pair(static):
     assert r.status is Status.CONVERGED
 
 
-@given(st.lists(st.sampled_from(WORDS), max_size=9), st.lists(st.sampled_from(WORDS), max_size=9), st.booleans())
-@settings(max_examples=60, deadline=None)
-def test_laws_of_every_result(static, a, b, null):
-    r = Aligner(static.embedder, null=null)(a, b)
+@given(
+    st.lists(st.sampled_from(WORDS), max_size=9), st.lists(st.sampled_from(WORDS), max_size=9), st.sampled_from(METHODS)
+)
+@settings(max_examples=100, deadline=None)
+def test_laws_of_every_result(static, a, b, method):
+    r = Aligner(static.embedder, method=method)(a, b)
     n, m = len(a), len(b)
+    null = method != "balanced"
     completed = null or not n or not m
     assert r.plan.shape == (n, m)
     assert r.coupling.shape == (n + completed, m + completed)
     assert r.converged
-    # An exact coupling: every word has its mass, on words and on the null atom.
-    full = r.coupling.to_dense()
-    torch.testing.assert_close(full.sum(1), r.coupling.source.weights, atol=1e-7, rtol=0)
-    torch.testing.assert_close(full.sum(0), r.coupling.target.weights, atol=1e-7, rtol=0)
     assert 0 <= r.mass <= 1 + 1e-9
-    if n and m:
+    assert all(0 <= c <= 1 for c in r.confidence)
+    if method != "unbalanced":
+        # An exact coupling: every word has its mass, on words and on the null atom.
+        full = r.coupling.to_dense()
+        torch.testing.assert_close(full.sum(1), r.coupling.source.weights, atol=1e-7, rtol=0)
+        torch.testing.assert_close(full.sum(0), r.coupling.target.weights, atol=1e-7, rtol=0)
+    if n and m and method != "unbalanced":
         share = 1 / (n + m) if null else 1 / n
         torch.testing.assert_close(r.plan.sum(1) + r.null_source, torch.full((n,), share).double(), atol=1e-7, rtol=0)
     assert len(r.links) == len(r.confidence) == len(set(r.links))
@@ -70,10 +77,12 @@ def test_laws_of_every_result(static, a, b, null):
     assert json.loads(json.dumps(r.to_dict()))["distance"] == pytest.approx(r.distance, abs=1e-6)
 
 
+@pytest.mark.parametrize("method", METHODS)
 @given(st.lists(st.sampled_from(WORDS), max_size=9), st.lists(st.sampled_from(WORDS), max_size=9))
-@settings(max_examples=40, deadline=None)
-def test_exchanging_the_texts_transposes_the_result(static, a, b):
-    r, s = static(a, b), static(b, a)
+@settings(max_examples=30, deadline=None)
+def test_exchanging_the_texts_transposes_the_result(static, method, a, b):
+    aligner = Aligner(static.embedder, method=method)
+    r, s = aligner(a, b), aligner(b, a)
     assert r.distance == pytest.approx(s.distance, abs=1e-9)
     torch.testing.assert_close(r.plan, s.plan.mT, atol=1e-7, rtol=0)
     assert r.unaligned[0] == s.unaligned[1] or len(set(a)) < len(a) or len(set(b)) < len(b)
@@ -98,10 +107,11 @@ REPEATS = [
 ]
 
 
-@pytest.mark.parametrize("null", [True, False])
+@pytest.mark.parametrize("distortion", [0.0, 0.2])
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("text", REPEATS)
-def test_a_text_with_itself_static(static, text, null):
-    r = Aligner(static.embedder, null=null)(text, text)
+def test_a_text_with_itself_static(static, text, method, distortion):
+    r = Aligner(static.embedder, method=method, distortion=distortion)(text, text)
     assert r.links == diagonal(r)
     assert r.distance == 0.0
     assert r.normalized_distance == 0.0
@@ -116,11 +126,11 @@ def test_a_text_with_itself_english(english, text):
     assert r.unaligned == ([], [])
 
 
-@given(st.lists(st.sampled_from(WORDS), max_size=40))
-@settings(max_examples=30, deadline=None)
-def test_any_text_with_itself(static, words):
-    for aligner in (static, Aligner(static.embedder, distortion=0.0)):
-        r = aligner(words, words)
+@given(st.lists(st.sampled_from(WORDS), max_size=40), st.sampled_from(METHODS))
+@settings(max_examples=60, deadline=None)
+def test_any_text_with_itself(static, words, method):
+    for distortion in (0.0, 0.2):
+        r = Aligner(static.embedder, method=method, distortion=distortion)(words, words)
         assert r.links == diagonal(r)
         assert r.distance == 0.0
 
@@ -135,15 +145,16 @@ def test_three_hundred_words_with_many_repeats(static):
 # Empty sides ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("null", [True, False])
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("empty", ["", " \t\n", "\u200b"])
-def test_an_empty_side(static, empty, null):
-    aligner = Aligner(static.embedder, null=null)
+def test_an_empty_side(static, empty, method):
+    aligner = Aligner(static.embedder, method=method, null_price=0.3)
     r = aligner(empty, "the cat sat")
     assert str(r) == ""
     assert r.plan.shape == (0, 3)
     assert r.unaligned == ([], [0, 1, 2])
-    assert r.distance == pytest.approx(3 * aligner.null_price)
+    assert r.distance == pytest.approx(3 * 0.3)
+    torch.testing.assert_close(r.null_target, torch.full((3,), 1 / 3).double())
     assert r.normalized_distance == 1.0
     assert r.converged
     assert aligner("the cat", empty).plan.shape == (2, 0)
@@ -175,7 +186,7 @@ def test_a_second_sentence_without_a_counterpart_stays_alone(english):
     assert r.unaligned[1] == []
     # Most of the mass of these words is on the null atom; without it all of it goes to words it does not belong to.
     assert (r.plan.sum(1) * 17)[6:10].max() < 0.4
-    forced = Aligner(english.embedder, null=False)(r.source, r.target)
+    forced = Aligner(english.embedder, method="balanced")(r.source, r.target)
     assert (forced.plan.sum(1) * 11)[6:10].min() > 0.99
 
 
@@ -186,7 +197,7 @@ def test_unrelated_texts_are_far_and_paraphrases_near(english):
 
 
 def test_texts_without_nulls_use_all_their_mass(static):
-    r = Aligner(static.embedder, null=False)("the cat", "the cat sat")
+    r = Aligner(static.embedder, method="balanced")("the cat", "the cat sat")
     assert r.mass == pytest.approx(1.0)
     assert not r.null_source.any()
     assert r.coupling.shape == (2, 3)
@@ -276,7 +287,9 @@ BASE = "the cat sat on the mat", "on the rug a dog rested"
 @pytest.mark.parametrize(
     "options",
     [
-        {"null": False},
+        {"method": "balanced"},
+        {"method": "unbalanced"},
+        {"method": "argmax"},
         {"null_price": 0.1},
         {"epsilon": 0.5},
         {"distortion": 3.0},
@@ -332,14 +345,14 @@ def test_options_outside_their_range(table, options, error, message):
         Aligner(table, **options)
 
 
-@pytest.mark.parametrize("null", [True, False])
+@pytest.mark.parametrize("method", ["partial", "balanced", "unbalanced"])
 @pytest.mark.parametrize(
     "options", [{"null_price": 1e6}, {"null_price": 1e-300}, {"distortion": 1e6}, {"epsilon": 1e-6}, {"epsilon": 1e6}]
 )
-def test_the_ends_of_the_ranges_give_finite_results(static, options, null):
+def test_the_ends_of_the_ranges_give_finite_results(static, options, method):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)
-        r = Aligner(static.embedder, null=null, **options)(*BASE)
+        r = Aligner(static.embedder, method=method, **options)(*BASE)
     assert torch.isfinite(r.plan).all()
     assert 0 <= r.normalized_distance <= 1
 
@@ -396,21 +409,17 @@ def test_centring_on_own_texts(static):
 
 def test_couple_takes_the_options_and_keeps_the_model(table, english, monkeypatch):
     assert str(couple("the cat", "a feline", model=table)) == "0-0 1-1"
-    assert couple("king", "mat", model=table, null=False).links == [(0, 0)]
+    assert couple("king", "mat", model=table, method="balanced").links == [(0, 0)]
     with pytest.raises(TypeError, match="temperature"):
         couple("a", "b", model=table, temperature=1)
     loads = []
-
-    class Counted(aligners.TransformerEmbedder):
-        def __init__(self, *a, **k):
-            loads.append(a)
-            self.__dict__.update(english.embedder.__dict__)
-
-    monkeypatch.setattr(aligners, "TransformerEmbedder", Counted)
-    aligners._kept_embedder.cache_clear()
-    couple("a", "b"), couple("a", "c", threshold=0.5)
-    aligners._kept_embedder.cache_clear()
-    assert loads == [("en",)]
+    monkeypatch.setattr(choice, "as_embedder", lambda model, **k: loads.append(model) or english.embedder)
+    aligners._loaded.cache_clear()
+    for options in ({}, {"threshold": 0.5}, {"null_price": 0.3}):
+        couple("a", "b", method="partial", **options)
+    couple("a", "b", method="argmax")
+    aligners._loaded.cache_clear()
+    assert [model for model in loads if isinstance(model, str)] == ["en"]
 
 
 # Many pairs -----------------------------------------------------------------------------------------------------------
@@ -426,15 +435,18 @@ def close(r, s):
     assert r.source == s.source
     assert r.target == s.target
     assert r.links == s.links
+    assert r.confidence == pytest.approx(s.confidence, abs=1e-5)
     assert r.distance == pytest.approx(s.distance, abs=1e-5)
     torch.testing.assert_close(r.plan, s.plan, atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(("batch_size", "window"), [(1, 1), (3, 7), (64, 1000)])
-def test_results_do_not_depend_on_batching(static, batch_size, window):
+def test_results_do_not_depend_on_batching(static, batch_size, window, method):
     pairs = random_pairs(40)
-    want = [static(a, b) for a, b in pairs]
-    got = list(Aligner(static.embedder, batch_size=batch_size).align(pairs, window=window))
+    single = Aligner(static.embedder, method=method)
+    want = [single(a, b) for a, b in pairs]
+    got = list(Aligner(static.embedder, method=method, batch_size=batch_size).align(pairs, window=window))
     assert len(got) == 40
     for r, s in zip(got, want, strict=True):
         close(r, s)
@@ -519,9 +531,8 @@ def test_no_pairs_at_all(static):
 
 
 def test_a_coupling_that_does_not_converge_is_reported(static, monkeypatch):
-    solve = aligners.Coupling.solve
-    few = staticmethod(lambda *a, **k: solve(*a, **k, max_iterations=2))
-    monkeypatch.setattr(aligners.Coupling, "solve", few)
+    solve = Coupling.solve
+    monkeypatch.setattr(Coupling, "solve", staticmethod(lambda *a, **k: solve(*a, **k, max_iterations=2)))
     with pytest.warns(
         ConvergenceWarning, match="1 of 1 couplings did not converge; the first is 'the cat sat on the mat'"
     ):

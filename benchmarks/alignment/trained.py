@@ -1,0 +1,171 @@
+"""Train an aligner on one of the sets below and score it, beside untrained methods on the same language model.
+
+Reads gold alignments (JSON lines, one folder a set) from the folder in $SINKFORMER_ALIGNMENT_DATA. Prints a line for each
+seed and each method; --output adds them to a file of JSON lines. The threshold, the calibration and the epoch are chosen on
+the pairs named "dev" below, never on those that are scored.
+
+    SINKFORMER_ALIGNMENT_DATA=... python -m benchmarks.alignment.trained edinburgh --seeds 0 1 2
+    SINKFORMER_ALIGNMENT_DATA=... python -m benchmarks.alignment.trained edinburgh --seeds 0 --save sinkformer/text/aligner_en
+
+The second writes the packaged aligner.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sinkformer.metrics import coupling_tv, score_alignments, target_coupling
+from sinkformer.text import Aligner
+from sinkformer.text.gold import LinkFile, read_links
+from sinkformer.text.learned import AlignerRecipe, PairModelConfig, train_aligner
+
+UNTRAINED = ("argmax", "itermax", "balanced", "partial", "unbalanced")
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is trained and what is scored.
+
+    A part is a set, or ``set[:1/2]`` or ``set[1/2:]`` for its first or second half. ``dev`` None: held out of the training pairs.
+    """
+
+    train: tuple[str, ...]
+    dev: str | None
+    test: str
+    start: str | None = None
+    model: str = "en"
+    recipe: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
+
+
+GOLD = ("mtref/train", "edinburgh/train", "msr_rte/train")
+TASKS = {
+    "edinburgh": Task(("edinburgh/train",), None, "edinburgh/dev", recipe={"epochs": 6}),
+    "mtref": Task(GOLD, "mtref/dev[:1/2]", "mtref/dev[1/2:]", recipe={"epochs": 2}),
+    "mtref-pure": Task(
+        GOLD,
+        "mtref/dev[:1/2]",
+        "mtref/dev[1/2:]",
+        recipe={"epochs": 2},
+        config={"blocks": 0, "spelling": False, "links": False},
+    ),
+    "mtref-tuned": Task(
+        GOLD[:2],
+        "mtref/dev[:1/2]",
+        "mtref/dev[1/2:]",
+        start="mtref",
+        recipe={"epochs": 1, "rate": 5e-4, "fine_tune": 4, "batch": 20, "both_ways": False, "longest": 50},
+    ),
+    "msr_rte": Task(("msr_rte/train",), "msr_rte/dev[:1/2]", "msr_rte/dev[1/2:]", recipe={"epochs": 6}),
+    "enit": Task(("xlwa_enit/train_silver",), None, "xlwa_enit/dev", model="multi"),
+    "enru": Task(("xlwa_enru/train_silver",), None, "xlwa_enru/dev", model="multi"),
+}
+
+
+def read(part: str) -> LinkFile:
+    name, _, half = part.partition("[")
+    file = read_links(Path(os.environ["SINKFORMER_ALIGNMENT_DATA"]) / f"{name}.jsonl")
+    middle = len(file.pairs) // 2
+    return replace(file, pairs={"": file.pairs, ":1/2]": file.pairs[:middle], "1/2:]": file.pairs[middle:]}[half])
+
+
+def train(task: Task, seed: int, start: Path | None):
+    return train_aligner(
+        [read(part) for part in task.train],
+        None if task.dev is None else [read(task.dev)],
+        model=task.model if start is None else start,
+        config=PairModelConfig(**task.config) if task.config else None,
+        recipe=AlignerRecipe(**task.recipe),
+        seed=seed,
+        progress=sys.stderr.isatty(),
+    )
+
+
+def score(aligner: Aligner, test: LinkFile) -> dict[str, Any]:
+    """Scores in percent; TV is that of the couplings with null words, in [0, 1]."""
+    pairs = [(list(p.source or ()), list(p.target or ())) for p in test.pairs]
+    results = list(aligner.align(pairs))
+    found = score_alignments(
+        [r.links for r in results],
+        [p.sure for p in test.pairs],
+        [p.possible for p in test.pairs],
+        sizes=[(len(a), len(b)) for a, b in pairs],
+    )
+    micro, interval = found.micro, found.bootstrap(1000, generator=torch.Generator().manual_seed(0))
+    out = {
+        name: round(100 * getattr(micro, name), 2)
+        for name in ("f1", "precision", "recall_gold", "f1_sure", "aer", "total_f1")
+    }
+    out |= {f"{name}_interval": [round(100 * x, 1) for x in interval[name]] for name in ("f1", "aer")}
+    out["degree_recall"] = [None if x is None else round(100 * x, 1) for x in micro.degree_recall]
+    if aligner.method.null:
+        gold = [target_coupling(p.links, len(a), len(b)) for p, (a, b) in zip(test.pairs, pairs, strict=True)]
+        tv = [coupling_tv(r.coupling, g) for r, g in zip(results, gold, strict=True)]
+        out["tv"] = round(sum(tv) / len(tv), 4)
+    return out
+
+
+def report(record: dict[str, Any], output: Path | None) -> None:
+    degrees = "/".join("-" if x is None else f"{x:.0f}" for x in record["degree_recall"])
+    print(
+        f"{record['task']:<12} {record['what']:<11} F1 {record['f1']:5.2f} {record['f1_interval']}  "
+        f"P {record['precision']:5.2f}  R {record['recall_gold']:5.2f}  F1(S) {record['f1_sure']:5.2f}  AER {record['aer']:5.2f} {record['aer_interval']}  "
+        f"total {record['total_f1']:5.2f}  degrees {degrees}  TV {record.get('tv', '-')}  {record['seconds']:.0f} s",
+        flush=True,
+    )
+    if output is not None:
+        with output.open("a") as file:
+            file.write(json.dumps(record) + "\n")
+
+
+def run(name: str, seed: int, start: Path | None, save: Path | None, output: Path | None) -> None:
+    task, clock = TASKS[name], time.process_time()
+    with tempfile.TemporaryDirectory() as scratch:
+        if task.start is not None and start is None:
+            start = Path(scratch) / "start"
+            train(TASKS[task.start], seed, None).save(start)
+        aligner = train(task, seed, start)
+        seconds = time.process_time() - clock
+        folder = save or Path(scratch) / "aligner"
+        aligner.save(folder)
+        record = {"task": name, "what": f"seed {seed}", "seconds": seconds, "threshold": aligner.decision.threshold}
+        report(record | score(Aligner(folder), read(task.test)), output)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("tasks", nargs="+", choices=TASKS)
+    parser.add_argument("--seeds", nargs="*", type=int, default=[0])
+    parser.add_argument("--untrained", action="store_true", help="score the untrained methods too")
+    parser.add_argument("--save", type=Path, help="write the aligner here; for one task and one seed")
+    parser.add_argument(
+        "--start", type=Path, help="folder of the aligner that a fine-tuning starts from; default: train it first"
+    )
+    parser.add_argument("--output", type=Path, help="add the records to this file")
+    arguments = parser.parse_args()
+    if not os.environ.get("SINKFORMER_ALIGNMENT_DATA"):
+        sys.exit("skipped: set SINKFORMER_ALIGNMENT_DATA to the folder with the gold alignments")
+    if arguments.save and (len(arguments.tasks), len(arguments.seeds)) != (1, 1):
+        parser.error("--save is for one task and one seed")
+    if arguments.start and any(TASKS[name].start is None for name in arguments.tasks):
+        parser.error("--start is for tasks that start from another one")
+    for name in arguments.tasks:
+        for method in UNTRAINED if arguments.untrained else ():
+            record = {"task": name, "what": method, "seconds": 0.0}
+            report(record | score(Aligner(TASKS[name].model, method=method), read(TASKS[name].test)), arguments.output)
+        for seed in arguments.seeds:
+            run(name, seed, arguments.start, arguments.save, arguments.output)
+
+
+if __name__ == "__main__":
+    main()
