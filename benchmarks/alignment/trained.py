@@ -119,8 +119,9 @@ def report(record: dict[str, Any], output: Path | None) -> None:
     degrees = "/".join("-" if x is None else f"{x:.0f}" for x in record["degree_recall"])
     print(
         f"{record['task']:<12} {record['what']:<11} F1 {record['f1']:5.2f} {record['f1_interval']}  "
-        f"P {record['precision']:5.2f}  R {record['recall_gold']:5.2f}  F1(S) {record['f1_sure']:5.2f}  AER {record['aer']:5.2f} {record['aer_interval']}  "
-        f"total {record['total_f1']:5.2f}  degrees {degrees}  TV {record.get('tv', '-')}  {record['seconds']:.0f} s",
+        f"P {record['precision']:5.2f}  R {record['recall_gold']:5.2f}  F1(S) {record['f1_sure']:5.2f}  "
+        f"AER {record['aer']:5.2f} {record['aer_interval']}  total {record['total_f1']:5.2f}  degrees {degrees}  "
+        f"TV {record.get('tv', '-')}  {record['seconds']:.0f} s",
         flush=True,
     )
     if output is not None:

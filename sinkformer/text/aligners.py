@@ -244,7 +244,14 @@ class Aligner:
                 "expected two texts or two lists of tokens, received one of each; pass both as str, or split "
                 "both into tokens"
             )
-        return self._one(a, "source"), self._one(b, "target")
+        source, target = self._one(a, "source"), self._one(b, "target")
+        most = getattr(self.method, "most_cells", None)
+        if most is not None and len(source) * len(target) > most:
+            raise TextError(
+                f"the texts have {len(source)} x {len(target)} words, more than the {most} pairs the method "
+                f"{self.method.name!r} has room for; split the texts, or use method='partial'"
+            )
+        return source, target
 
     def _one(self, text: TextLike, side: str) -> Words:
         if isinstance(text, Words):

@@ -78,7 +78,7 @@ def choose(
     named = isinstance(model, (str, Path))
     own = Path(model) if named and is_aligner(model) else None
     wanted = method is None or (isinstance(method, str) and method == Trained.name)
-    packaged = _PACKAGED if named and str(model) == PACKAGED_MODEL and _PACKAGED.is_dir() else None
+    packaged = _PACKAGED if named and str(model) == PACKAGED_MODEL else None
     folder = own or (packaged if wanted else None)
     if not wanted or (folder is None and method is None):
         found = as_method(method, null_price=null_price, epsilon=epsilon, threshold=threshold)

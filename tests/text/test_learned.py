@@ -10,16 +10,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sinkformer.errors import ConfigError, DTypeError, FormatError, ModelError, NonFiniteError
+from sinkformer.errors import ConfigError, DTypeError, FormatError, ModelError, NonFiniteError, TextError
 from sinkformer.losses import fenchel_young
 from sinkformer.metrics import coupling_tv, target_coupling
-from sinkformer.text import Aligner
+from sinkformer.text import Aligner, BadLine, Pair
 from sinkformer.text.gold import read_links
 from sinkformer.text.learned import (
     AlignerRecipe,
     Decision,
     PairModel,
     PairModelConfig,
+    Trained,
     is_aligner,
     load_aligner,
     reliability,
@@ -502,6 +503,17 @@ def test_results_do_not_depend_on_the_batch(trained):
             assert a.links == b.links
             assert a.confidence == pytest.approx(b.confidence, abs=1e-4)
             torch.testing.assert_close(a.plan, b.plan, atol=1e-4, rtol=0)
+
+
+def test_texts_beyond_the_memory_of_the_layers_are_refused(trained, monkeypatch):
+    monkeypatch.setattr(Trained, "most_cells", 6)
+    aligner = Aligner(trained[0])
+    assert len(aligner("the cat", "the cat sat").links) == 2
+    with pytest.raises(TextError, match=r"2 x 4 words.*method='partial'"):
+        aligner("the cat", "the cat sat on")
+    results = list(aligner.align([Pair(1, "a b c", "a b c"), Pair(2, "the cat", "the cat")]))
+    assert isinstance(results[0], BadLine)
+    assert len(results[1].links) == 2
 
 
 def test_threshold_moves_the_links(trained):
