@@ -14,6 +14,7 @@ from sinkformer.text.alignments import Alignment
 from sinkformer.text.embedders import CallableEmbedder, Embedder, TransformerEmbedder
 from sinkformer.text.formats import BadLine, Pair, parse_pharaoh, read_pairs, read_pharaoh, read_two_files
 from sinkformer.text.gold import LinkedPair, LinkFile, read_links, score_files
+from sinkformer.text.learned import train_aligner
 from sinkformer.text.tokens import Words, split_words
 
 __all__ = [
@@ -35,4 +36,5 @@ __all__ = [
     "read_two_files",
     "score_files",
     "split_words",
+    "train_aligner",
 ]
