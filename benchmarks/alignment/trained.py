@@ -24,10 +24,11 @@ from typing import Any
 
 import torch
 
+from sinkformer import plots
 from sinkformer.metrics import coupling_tv, score_alignments, target_coupling
 from sinkformer.text import Aligner
 from sinkformer.text.gold import LinkFile, read_links
-from sinkformer.text.learned import AlignerRecipe, PairModelConfig, train_aligner
+from sinkformer.text.learned import AlignerRecipe, PairModelConfig, reliability, train_aligner
 
 UNTRAINED = ("argmax", "itermax", "balanced", "partial", "unbalanced")
 
@@ -49,15 +50,18 @@ class Task:
 
 
 GOLD = ("mtref/train", "edinburgh/train", "msr_rte/train")
+# For thousands of pairs; the short sides of MTRef are always the targets.
+LONG = {"epochs": 4, "both_ways": False}
+LARGE = {"width": 256, "channels": 48, "blocks": 4, "dropout": 0.1}
 TASKS = {
     "edinburgh": Task(("edinburgh/train",), None, "edinburgh/dev", recipe={"epochs": 6}),
-    "mtref": Task(GOLD, "mtref/dev[:1/2]", "mtref/dev[1/2:]", recipe={"epochs": 2}),
+    "mtref": Task(GOLD, "mtref/dev[:1/2]", "mtref/dev[1/2:]", recipe=LONG, config=LARGE),
     "mtref-pure": Task(
         GOLD,
         "mtref/dev[:1/2]",
         "mtref/dev[1/2:]",
-        recipe={"epochs": 2},
-        config={"blocks": 0, "spelling": False, "links": False},
+        recipe=LONG,
+        config={"width": 256, "dropout": 0.1, "blocks": 0, "places": False, "spelling": False, "links": False},
     ),
     "mtref-tuned": Task(
         GOLD[:2],
@@ -115,6 +119,21 @@ def score(aligner: Aligner, test: LinkFile) -> dict[str, Any]:
     return out
 
 
+def draw_reliability(aligner: Aligner, test: LinkFile, path: Path) -> float:
+    """Write the reliability diagram of all pairs of words; returns the expected calibration error."""
+    pairs = [(list(p.source or ()), list(p.target or ())) for p in test.pairs]
+    confidences, gold = [], []
+    for result, p in zip(aligner.align(pairs), test.pairs, strict=True):
+        links = torch.zeros_like(result.confidences)
+        for i, j in p.links:
+            links[i, j] = 1.0
+        confidences.append(result.confidences.flatten())
+        gold.append(links.flatten())
+    bins, error = reliability(torch.cat(confidences), torch.cat(gold))
+    plots.save(plots.reliability(bins, plots.new_axes((8, 8))), path)
+    return error
+
+
 def report(record: dict[str, Any], output: Path | None) -> None:
     degrees = "/".join("-" if x is None else f"{x:.0f}" for x in record["degree_recall"])
     print(
@@ -129,18 +148,22 @@ def report(record: dict[str, Any], output: Path | None) -> None:
             file.write(json.dumps(record) + "\n")
 
 
-def run(name: str, seed: int, start: Path | None, save: Path | None, output: Path | None) -> None:
+def run(name: str, seed: int, arguments: argparse.Namespace) -> None:
     task, clock = TASKS[name], time.process_time()
     with tempfile.TemporaryDirectory() as scratch:
+        start = arguments.start
         if task.start is not None and start is None:
             start = Path(scratch) / "start"
             train(TASKS[task.start], seed, None).save(start)
         aligner = train(task, seed, start)
         seconds = time.process_time() - clock
-        folder = save or Path(scratch) / "aligner"
+        folder = arguments.save or Path(scratch) / "aligner"
         aligner.save(folder)
+        ready, test = Aligner(folder), read(task.test)
         record = {"task": name, "what": f"seed {seed}", "seconds": seconds, "threshold": aligner.decision.threshold}
-        report(record | score(Aligner(folder), read(task.test)), output)
+        if arguments.reliability:
+            record["calibration_error"] = draw_reliability(ready, test, arguments.reliability)
+        report(record | score(ready, test), arguments.output)
 
 
 def main() -> None:
@@ -149,6 +172,7 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="*", type=int, default=[0])
     parser.add_argument("--untrained", action="store_true", help="score the untrained methods too")
     parser.add_argument("--save", type=Path, help="write the aligner here; for one task and one seed")
+    parser.add_argument("--reliability", type=Path, help="draw confidence against the share of gold links")
     parser.add_argument(
         "--start", type=Path, help="folder of the aligner that a fine-tuning starts from; default: train it first"
     )
@@ -165,7 +189,7 @@ def main() -> None:
             record = {"task": name, "what": method, "seconds": 0.0}
             report(record | score(Aligner(TASKS[name].model, method=method), read(TASKS[name].test)), arguments.output)
         for seed in arguments.seeds:
-            run(name, seed, arguments.start, arguments.save, arguments.output)
+            run(name, seed, arguments)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -67,15 +68,13 @@ def train(
         bool,
         typer.Option(
             "--pure",
-            help="Queries and keys alone, without spelling, layers over pairs and link head.",
+            help="Queries and keys alone: no spelling, places, layers over pairs, link head.",
             rich_help_panel=_PARTS,
         ),
     ] = False,
     one_way: Annotated[
         bool,
-        typer.Option(
-            "--one-way", help="Train from source to target only, not both ways.", rich_help_panel=_RECIPE
-        ),
+        typer.Option("--one-way", help="Train from source to target only, not both ways.", rich_help_panel=_RECIPE),
     ] = False,
     free_order: Annotated[
         bool, typer.Option("--free-order", help="No price for a change of place.", rich_help_panel=_PARTS)
@@ -95,7 +94,7 @@ def train(
     if pure:
         if blocks or channels is not None:
             raise usage("--pure has no layers over pairs; leave out --blocks and --channels")
-        parts = {"blocks": 0, "spelling": False, "links": False}
+        parts = {"blocks": 0, "places": False, "spelling": False, "links": False}
     parts |= {name: value for name, value in (("blocks", blocks), ("channels", channels)) if value is not None}
     if free_order:
         parts["places"] = False
@@ -105,7 +104,7 @@ def train(
         )
         if save.exists() and not save.is_dir():
             raise ConfigError(f"expected a folder to save to, received the file {save}")
-        if is_aligner(save) and (not is_aligner(model) or save.resolve() != Path(model).resolve()) and not resume:
+        if is_aligner(save):
             raise ConfigError(f"{save} holds an aligner already; remove it, or name another folder")
         gold, held_out = (
             [read_links(path, gold_format, one_based=one_index_gold) for path in paths or ()] for paths in (train, dev)
@@ -124,6 +123,7 @@ def train(
             progress=not quiet,
         )
         result.save(save)
+        shutil.rmtree(save / "checkpoints")
         facts = result.training
         print(
             f"{save}: {facts['pairs']} pairs, {facts['steps']} steps; F1 on {facts['dev_pairs']} held-out pairs "

@@ -1,6 +1,7 @@
 """Pictures, with matplotlib's manners: a function takes ``ax`` and returns it, and never calls ``show``."""
 
 from sinkformer.plots.animations import animation as animation
+from sinkformer.plots.calibration import reliability as reliability
 from sinkformer.plots.counts import parameter_counts as parameter_counts
 from sinkformer.plots.couplings import coupling as coupling
 from sinkformer.plots.evaluations import distribution as distribution

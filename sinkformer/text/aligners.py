@@ -353,6 +353,7 @@ class Aligner:
             target=pair.target,
             links=found.links,
             confidence=[float(confidence[i, j]) for i, j in found.links],
+            confidences=found.confidence,
             unaligned=(
                 [i for i in range(len(pair.source)) if i not in linked[0]],
                 [j for j in range(len(pair.target)) if j not in linked[1]],

@@ -34,9 +34,10 @@ class Alignment:
         source: words of the first text.
         target: words of the second text.
         links: pairs (i, j) of word indices, from zero, sorted.
-        confidence: for each link the fraction of the word's mass that moves along it, in [0, 1]; not
-            rescaled, so unrelated texts have low values. (Without null atoms: the larger of the two
-            fractions. ``"argmax"`` and ``"itermax"``: 1 - cost of the pair, at least 0.)
+        confidence: for each link how sure it is, in [0, 1]; not rescaled, so unrelated texts have low values. Method
+            ``"trained"``: calibrated probability. Others: the fraction of the word's mass that moves along it (without null
+            atoms the larger of the two fractions; ``"argmax"`` and ``"itermax"``: 1 - cost of the pair, at least 0).
+        confidences: the same for every pair of words, ``(n, m)`` float64.
         unaligned: indices of the source words and of the target words without a link.
         coupling: the ``Coupling``, on the CPU or the device of the aligner; with null atoms it has n + 1 and
             m + 1 atoms, the null atom last. A solver's if the method has one, else dense.
@@ -53,6 +54,7 @@ class Alignment:
     target: Words
     links: list[tuple[int, int]]
     confidence: list[float]
+    confidences: Tensor
     unaligned: tuple[list[int], list[int]]
     coupling: EntropicCoupling | DenseCoupling
     plan: Tensor

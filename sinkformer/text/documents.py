@@ -61,8 +61,7 @@ def word_costs(source: tuple[str, ...], target: tuple[str, ...], x: Tensor, y: T
     cost = torch.cdist(x, y, compute_mode="donot_use_mm_for_euclid_dist").square() / 2
     differ = unlike(source, target, x, y)
     if differ is not None:
-        unknown = _unknown(x, y)
-        cost = torch.where(unknown, torch.where(differ, FARTHEST, 0.0), cost)
+        cost = torch.where(unknown(x, y), torch.where(differ, FARTHEST, 0.0), cost)
     if distortion:
         cost = cost + distortion * squared_shift(n, m, x.device)
     return cost
@@ -73,16 +72,16 @@ def unlike(source: tuple[str, ...], target: tuple[str, ...], x: Tensor, y: Tenso
 
     None if all words have vectors.
     """
-    unknown = _unknown(x, y)
-    if not bool(unknown.any()):
+    alone = unknown(x, y)
+    if not bool(alone.any()):
         return None
     spelling = {word: k for k, word in enumerate(dict.fromkeys(map(surface, source + target)))}
     left = torch.tensor([spelling[surface(word)] for word in source], device=x.device)
     right = torch.tensor([spelling[surface(word)] for word in target], device=x.device)
-    return unknown & (left.unsqueeze(-1) != right)
+    return alone & (left.unsqueeze(-1) != right)
 
 
-def _unknown(x: Tensor, y: Tensor) -> Tensor:
+def unknown(x: Tensor, y: Tensor) -> Tensor:
     """Pairs of which a word has no vector, bool ``(n, m)``."""
     return (x == 0).all(-1).unsqueeze(-1) | (y == 0).all(-1)
 

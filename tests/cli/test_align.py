@@ -11,7 +11,7 @@ from sinkformer.couplings import Coupling
 def pairs(tmp_path):
     path = tmp_path / "pairs.txt"
     path.write_bytes(
-        b"the cat sat ||| a feline rested\nno bars here\n ||| text\na b||| a b\ncaf\xe9 ||| x\n\nthe dog\tthe dog\n"
+        b"the cat sat ||| the cat sat\nno bars here\n ||| text\na b||| a b\ncaf\xe9 ||| x\n\nthe dog\tthe dog\n"
     )
     return path
 

@@ -104,7 +104,11 @@ def test_empty_texts(run):
 @pytest.mark.parametrize(
     ("options", "code", "message"),
     [
-        (["--epsilon", "0"], 2, "error: expected epsilon as a finite number >= 1e-06 and <= 1e+06, received 0.0"),
+        (
+            ["--method", "partial", "--epsilon", "0"],
+            2,
+            "error: expected epsilon as a finite number >= 1e-06 and <= 1e+06, received 0.0",
+        ),
         (["--null-price", "1e308"], 2, "error: expected null_price as a finite number > 0 and <= 1e+06, received"),
         (["--threshold", "2"], 2, "error: expected threshold as a finite number > 0 and <= 1, received 2.0"),
         (
@@ -148,7 +152,8 @@ def test_every_option_reaches_the_aligner(run):
     base = json.loads(run("couple", A, B, "--format", "jsonl").stdout)["settings"]
     seen = {base}
     for option in (
-        ["--layer", "4"], ["--epsilon", "0.2"], ["--null-price", "0.2"], ["--threshold", "0.9"], ["--distortion", "0"],
+        ["--layer", "4"], ["--method", "partial", "--epsilon", "0.2"],
+        ["--null-price", "0.2"], ["--threshold", "0.9"], ["--distortion", "0"],
         ["--method", "balanced"], ["--method", "unbalanced"], ["--method", "argmax"], ["--method", "itermax"],
     ):  # fmt: skip
         seen.add(json.loads(run("couple", A, B, "--format", "jsonl", *option).stdout)["settings"])

@@ -97,7 +97,7 @@ def test_what_did_not_converge_before_counts_after(run, tmp_path, small_windows,
 
 def test_other_settings_and_inputs_are_refused(run, pairs, tmp_path, small_windows, monkeypatch):
     out = tmp_path / "out"
-    arguments = ["align", pairs, "-o", out, "--resume"]
+    arguments = ["align", pairs, "-o", out, "--resume", "--method", "partial"]
     interrupted(run, monkeypatch, arguments, line=20)
     before = out.read_bytes()
     for options, difference in (

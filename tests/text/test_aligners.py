@@ -272,6 +272,7 @@ def test_texts_beyond_the_cap(static):
 
 
 def test_six_hundred_words(english):
+    english = Aligner(english.embedder)  # by cost alone: every word has 44 copies
     words = "the quick brown fox jumps over the lazy dog near the old river bank".split() * 45
     r = english(words, words[14:])
     assert len(r.source) == 630
@@ -305,12 +306,17 @@ def test_every_option_changes_the_coupling_and_the_hash(static, options):
 
 
 def test_threshold_layer_and_tokenizer_enter_the_hash_and_the_links(static, english):
-    r, s = english(*BASE), Aligner(english.embedder, threshold=0.95)(*BASE)
+    r, s = english(*BASE), Aligner("en", threshold=0.999)(*BASE)
     assert len(s.links) < len(r.links)
     assert r.settings_hash != s.settings_hash
-    other = Aligner(layer=6)
-    assert other(*BASE).settings_hash != english(*BASE).settings_hash
-    assert not torch.allclose(other(*BASE).plan, english(*BASE).plan, atol=1e-3)
+    three, six = [Aligner(layer=layer, method="partial")(*BASE) for layer in (3, 6)]
+    assert three.settings_hash != six.settings_hash
+    assert not torch.allclose(three.plan, six.plan, atol=1e-3)
+    # What is learned reads layers of its own; the distance is measured in this one.
+    other = Aligner(layer=6)(*BASE)
+    assert other.settings_hash != r.settings_hash
+    assert other.links == r.links
+    assert other.distance == six.distance
 
 
 @pytest.mark.parametrize(

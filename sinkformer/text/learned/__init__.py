@@ -7,6 +7,7 @@ over the matrix of word pairs that add a bias to the scores, and a head that tur
 """
 
 from sinkformer.text.learned.decisions import Decision, ReliabilityBin, reliability
+from sinkformer.text.learned.examples import Example
 from sinkformer.text.learned.fitting import AlignerRecipe
 from sinkformer.text.learned.method import Trained
 from sinkformer.text.learned.models import PairModel, PairModelConfig
@@ -16,6 +17,7 @@ from sinkformer.text.learned.training import train_aligner
 __all__ = [
     "AlignerRecipe",
     "Decision",
+    "Example",
     "PairModel",
     "PairModelConfig",
     "ReliabilityBin",

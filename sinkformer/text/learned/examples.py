@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sinkformer.errors import DTypeError, FormatError
+from sinkformer.errors import DTypeError, FormatError, ShapeError
 from sinkformer.metrics import target_coupling
 from sinkformer.text.embedders import TransformerEmbedder
 from sinkformer.text.gold import LinkFile
@@ -35,6 +35,14 @@ class Example:
     source: tuple[str, ...]
     target: tuple[str, ...]
     links: tuple[tuple[int, int], ...]
+
+    def __post_init__(self):
+        """ShapeError for a link outside the words."""
+        for i, j in self.links:
+            if not (0 <= i < len(self.source) and 0 <= j < len(self.target)):
+                raise ShapeError(
+                    f"expected links within {len(self.source)} x {len(self.target)} words, counted from zero, received ({i}, {j})"
+                )
 
     @property
     def transposed(self) -> Example:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 # In the order of the channels. Words are compared in lower case but for the first.
-NAMES = (
+SPELLING = (
     "same_spelling",
     "same_word",
     "trigrams",  # Dice coefficient of the sets of character trigrams, with a sign for start and end of the word
@@ -22,10 +22,14 @@ NAMES = (
     "same_copy_from_end",
     "same_count",  # as many copies on both sides
     "only_copy",
+)
+PLACES = (
     "shift",  # relative place in the source minus that in the target, in [-1, 1]
     "distance",
     "nearness",
 )
+NAMES = SPELLING + PLACES
+
 _SHORTEST_PREFIX = 3
 _SHARPNESS = 8.0
 
@@ -105,16 +109,18 @@ def _pieces(word: str) -> set[str]:
 
 
 def _prefixes(left: Sequence[str], right: Sequence[str]) -> np.ndarray:
-    longest = max((len(word) for word in (*left, *right)), default=0)
-    a, b = [_codes(words, longest) for words in (left, right)]
-    common = np.cumprod((a[:, None] == b) & (a[:, None] >= 0), axis=-1).sum(-1)
+    """Letter by letter, so that a long word costs time and no memory."""
+    common = np.zeros((len(left), len(right)), int)
+    alike = np.ones(common.shape, bool)
+    for k in range(min((max(map(len, words), default=0) for words in (left, right)), default=0)):
+        # Behind its end a word has nothing in common with any other.
+        a, b = [
+            np.array([word[k] if k < len(word) else end for word in words], object)
+            for words, end in ((left, 0), (right, 1))
+        ]
+        alike &= np.equal.outer(a, b).astype(bool)
+        if not alike.any():
+            break
+        common += alike
     lengths = np.maximum.outer([len(word) for word in left], [len(word) for word in right]).reshape(common.shape)
     return np.where(common >= _SHORTEST_PREFIX, common / np.maximum(lengths, 1), 0.0)
-
-
-def _codes(words: Sequence[str], width: int) -> np.ndarray:
-    """Code points, ``(n, width)``, and -1 behind the end of a word."""
-    out = np.full((len(words), width), -1)
-    for k, word in enumerate(words):
-        out[k, : len(word)] = [ord(c) for c in word]
-    return out

@@ -143,6 +143,8 @@ def fit_pairs(
             if store is not None:
                 store.append(record)
                 store.write(run)
+            if interrupted():
+                raise KeyboardInterrupt(f"interrupted after step {run.history.steps}")
     if run.best is not None:
         learner.load_state_dict(run.best)
     # As they are stored: the decision is fitted to what will be used.
@@ -187,7 +189,8 @@ class _Run(State[Learner]):
             self.pending.append(loss)
             self.history.steps += 1
             show(self.share(), {"step": self.history.steps, "loss": loss})
-            if interrupted():
+            # After the last step of an epoch its validation comes first; the question is asked again then.
+            if self.history.steps % self.per_epoch and interrupted():
                 raise KeyboardInterrupt(f"interrupted after step {self.history.steps}")
         with self.averaging():
             odds = log_odds_of(self.model, held_out, self.recipe.batch)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -60,8 +61,8 @@ class Trained:
         """One result for each pair."""
         states = [pair.states for pair in pairs]
         sources, targets = zip(*(s for s in states if s is not None), strict=True)
-        features = [pair_features(pair.source.words, pair.target.words).to(pair.cost.device) for pair in pairs]
-        batch = PairBatch.collate(sources, targets, features)
+        features = [pair_features(pair.source.words, pair.target.words) for pair in pairs]
+        batch = PairBatch.collate(sources, targets, features).to(pairs[0].cost.device)
         with torch.no_grad():
             output = self.model(batch)
             confidence = self.decision.confidence(log_odds(output, batch))
@@ -85,7 +86,18 @@ class Trained:
     def _found(self, pair: EncodedPair, coupling: EntropicCoupling, confidence: Tensor) -> Found:
         n, m = pair.cost.shape
         full = coupling.to_dense()
-        certain = decoding.match(pair.costs, pair.shift, documents.FARTHEST).links
-        exact = [(i, j) for i, j in certain if pair.costs[i, j] == 0]
-        links = self.decision.links(confidence.cpu().numpy(), exact)
+        certain = pair.costs == 0
+        unlike = documents.unlike(pair.source.words, pair.target.words, *pair.vectors)
+        if unlike is not None:
+            # What the model does not see, its spelling links, and nothing else does.
+            unknown = documents.unknown(*pair.vectors)
+            confidence = confidence.masked_fill(unlike, 0.0)
+            certain |= (unknown & ~unlike).cpu().numpy()
+        links = self.decision.links(confidence.cpu().numpy(), _matched(pair, certain) if certain.any() else [])
         return Found(coupling, full[:n, :m], full[:n, m], full[n, :m], confidence, links)
+
+
+def _matched(pair: EncodedPair, certain: np.ndarray) -> list[tuple[int, int]]:
+    """The cheapest one-to-one links among the pairs that are certain."""
+    costs = np.where(certain, pair.costs, 2 * documents.FARTHEST)
+    return decoding.match(costs, pair.shift, documents.FARTHEST).links

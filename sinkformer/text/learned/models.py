@@ -32,10 +32,10 @@ class PairModelConfig:
         size: coordinates of a hidden state; None, until a language model is known.
         width: rank of queries and keys.
         heads: cosines they are made of; divides ``width``.
-        places: a learned price for a change of relative place; off for languages of free word order.
-        spelling: what the spelling of two words has in common enters the score; without, a word is its states alone.
+        places: relative places enter scores and refinement; off for languages of free word order.
+        spelling: what the spelling of two words has in common enters scores and refinement.
         channels: of the refinement and of the link head.
-        blocks: of the refinement; 0 for none. With 0, without ``spelling`` and without ``links``, this is a Sinkhorn Transformer:
+        blocks: of the refinement; 0 for none. With 0, and without places, spelling and links, this is a Sinkhorn Transformer:
             the cost of a pair is -<Q, K>.
         links: whether there is a link head; without, the confidence of a link is its share of mass.
         dropout: on hidden states, in training.
@@ -129,7 +129,7 @@ class PairBatch(NamedTuple):
             states.append(pad_sequence([x.float() for x in side], batch_first=True))
             present.append(pad_sequence([x.new_ones(len(x), dtype=torch.float32) for x in side], batch_first=True))
         n, m = [p.shape[1] for p in present]
-        padded = torch.zeros(len(pairs), len(features.NAMES), n, m)
+        padded = pairs[0].new_zeros(len(pairs), len(features.NAMES), n, m)
         for k, x in enumerate(pairs):
             padded[k, :, : x.shape[1], : x.shape[2]] = x
         return cls((states[0], states[1]), padded, (present[0], present[1]))
@@ -167,6 +167,7 @@ class PairModel(nn.Module):
 
     Attributes:
         layers: hidden layers that make up the state of a word.
+        names: features of pairs it reads.
     """
 
     def __init__(self, config: PairModelConfig):
@@ -180,10 +181,11 @@ class PairModel(nn.Module):
         self.words = WordHeads(len(config.layers), config.size, config.width, config.heads, config.dropout)
         if config.places:
             self.place = nn.Parameter(torch.tensor(1.0))
+        self.names = config.spelling * features.SPELLING + config.places * features.PLACES
         if config.spelling:
-            self.spelling = nn.Parameter(torch.zeros(len(features.NAMES)))
+            self.spelling = nn.Parameter(torch.zeros(len(self.names)))
         if config.blocks:
-            inputs = config.heads + 1 + len(features.NAMES) + LinkHead.MAPS
+            inputs = config.heads + 1 + len(self.names) + LinkHead.MAPS
             self.refinement = Refinement(inputs, config.channels, config.blocks)
         if config.links:
             self.link = LinkHead(config.channels if config.blocks else 0, config.channels)
@@ -197,23 +199,24 @@ class PairModel(nn.Module):
         """
         config, present = self.config, batch.present
         cells = (present[0].unsqueeze(-1) * present[1].unsqueeze(-2)).unsqueeze(1)
+        pairs = batch.features[:, [features.NAMES.index(name) for name in self.names]]
         q, k, left, right = self.words(*batch.states)
         alone = left, right
         by_heads = self.words.by_heads(q, k)
-        scores, states = self._separable(by_heads, batch.features), None
+        scores, states = self._scores(by_heads, pairs), None
         if config.blocks:
             draft = self._shares(scores, alone, present, tolerance)[1]
-            seen = torch.cat([by_heads, 0.1 * scores.unsqueeze(1), batch.features], 1) * cells
+            seen = torch.cat([by_heads, 0.1 * scores.unsqueeze(1), pairs], 1) * cells
             states, bias = self.refinement(torch.cat([seen, coupling_maps(scores, draft, cells)], 1), cells)
             scores = scores + bias
         coupling, shares = self._shares(scores, alone, present, tolerance)
         links = self.link(coupling_maps(scores, shares, cells), states, cells) if config.links else None
         return PairOutput(coupling, scores, alone, links)
 
-    def _separable(self, by_heads: Tensor, pairs: Tensor) -> Tensor:
+    def _scores(self, by_heads: Tensor, pairs: Tensor) -> Tensor:
         scores = by_heads.sum(1)
         if self.config.places:
-            scores = scores - self.place.abs() * pairs[:, features.NAMES.index("shift")].square()
+            scores = scores - self.place.abs() * pairs[:, self.names.index("shift")].square()
         if self.config.spelling:
             scores = scores + torch.einsum("c,bcnm->bnm", self.spelling, pairs)
         return scores

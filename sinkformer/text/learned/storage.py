@@ -69,13 +69,15 @@ class TrainedAligner:
             },
             "training": dict(self.training),
         }
+        # First out and last in: a folder that has it is whole.
+        (folder / CONFIG_FILE).unlink(missing_ok=True)
         save_file(_plain(self.model.state_dict()), folder / WEIGHTS_FILE)
         (folder / _BLOCKS_FILE).unlink(missing_ok=True)
         if self.blocks is not None:
             save_file(_plain(self.blocks.state_dict()), folder / _BLOCKS_FILE)
         (folder / _CARD_FILE).write_text(card(values), encoding="utf-8")
-        # Last: what has it is whole.
-        (folder / CONFIG_FILE).write_text(json.dumps(values, indent=2, sort_keys=True, allow_nan=False) + "\n")
+        text = json.dumps(values, indent=2, sort_keys=True, allow_nan=False)
+        (folder / CONFIG_FILE).write_text(text + "\n", encoding="utf-8")
 
 
 class Loaded(NamedTuple):
@@ -119,10 +121,11 @@ def load_aligner(
     decision = _built(lambda v: Decision(**v), values["decision"], folder)
     state = {name: t.float() for name, t in _tensors(folder / WEIGHTS_FILE).items()}
     _load_strictly(model, state, folder / WEIGHTS_FILE)
-    digest = hashlib.sha256()
+    shape = {name: value for name, value in values["decision"].items() if name != "threshold"}
+    digest = hashlib.sha256(json.dumps([values["model"], shape], sort_keys=True).encode())
     for name, t in sorted(state.items()):
         digest.update(name.encode() + t.contiguous().numpy().tobytes())
-    if layer is not None and not -1 <= layer <= model.layers[-1]:
+    if layer is not None and not 0 <= layer <= model.layers[-1]:
         # Further blocks would be loaded, and the hash of the weights is taken over those that are.
         raise ConfigError(
             f"expected layer between 0 and {model.layers[-1]} for the aligner in {folder}, received {layer!r}"
@@ -139,7 +142,8 @@ def load_aligner(
         tuned = {name: t.float() for name, t in _tensors(folder / _BLOCKS_FILE).items()}
         _load_strictly(upper_blocks(embedder, encoder["blocks"], model.layers[-1]), tuned, folder / _BLOCKS_FILE)
         embedder.weights_changed()
-    model.to(embedder.device).eval().requires_grad_(False)
+    # Couplings are solved, and confidences computed, in float64, which Apple's GPUs lack.
+    model.to("cpu" if embedder.device.type == "mps" else embedder.device).eval().requires_grad_(False)
     return Loaded(embedder, Trained(model, decision, digest.hexdigest()[:12]), encoder)
 
 

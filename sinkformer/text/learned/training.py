@@ -100,8 +100,9 @@ def train_aligner(
             patience=patience,
             show=show,
         )
+    assert history.best is not None  # there is at least one epoch
     facts: dict[str, Any] = {"pairs": len(gold), "dev_pairs": len(held_out), "left_out": dropped, "seed": seed}
-    facts |= {"dev_from_train": dev is None, "steps": history.steps, "dev_f1": round(1 - (history.best or 0.0), 4)}
+    facts |= {"dev_from_train": dev is None, "steps": history.steps, "dev_f1": round(1 - history.best, 4)}
     facts |= {"recipe": asdict(recipe)}
     tuned = max(start.encoder["blocks"], recipe.fine_tune)
     blocks = upper_blocks(start.embedder, tuned, learner.pairs.layers[-1]) if tuned else None

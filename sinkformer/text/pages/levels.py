@@ -49,18 +49,20 @@ class Levels:
 def levels(alignment: Alignment) -> Levels:
     """The numbers of one alignment.
 
-    A link stays a link until the threshold exceeds its confidence, where copies of two equal words count together as in
-    ``decoding.decode``. Any other pair becomes one once the threshold falls to its confidence, unless one of
-    its words is linked with an equal word. At the threshold of the alignment, or zero if its method has none, these are
-    its links exactly.
+    A link stays a link until the threshold exceeds its confidence, and any other pair becomes one once the threshold falls to
+    its confidence. For confidences that are shares of mass, copies of two equal words count together as in
+    ``decoding.decode``, and a word that is linked with an equal word has no other link. At the threshold of the alignment, or
+    zero if its method has none, these are its links exactly.
     """
     n, m = alignment.plan.shape
     full = alignment.with_nulls().cpu().numpy().clip(0.0, 1.0)
-    confidence = full[:n, :m]
+    confidence = alignment.confidences.cpu().numpy()
     threshold = float(alignment.settings.get("threshold", 0.0))
     floor = min(FLOOR, threshold)
     spelled = [[surface(w).casefold() for w in side.words] for side in (alignment.source, alignment.target)]
-    equal = {(i, j) for i, j in alignment.links if spelled[0][i] == spelled[1][j]}
+    # Copies of a word share its mass, and what is learned tells them apart.
+    shared = alignment.settings["method"] != "trained"
+    equal = {(i, j) for i, j in alignment.links if shared and spelled[0][i] == spelled[1][j]}
     rows, columns = {i for i, _ in equal}, {j for _, j in equal}
     links = dict(zip(alignment.links, alignment.confidence, strict=True))
     shares = _copies(confidence, spelled[0], spelled[1], equal)
