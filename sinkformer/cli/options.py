@@ -33,7 +33,8 @@ Device = Annotated[
 Epsilon = Annotated[
     float | None,
     typer.Option(
-        help="Strength of the entropy, in [1e-6, 1e6]; not of argmax and itermax. Default: 0.05.", rich_help_panel=_HOW
+        help="Strength of the entropy, in [1e-6, 1e6]; of partial, balanced and unbalanced. Default: 0.05.",
+        rich_help_panel=_HOW,
     ),
 ]
 NullPrice = Annotated[
@@ -43,8 +44,8 @@ NullPrice = Annotated[
 Threshold = Annotated[
     float | None,
     typer.Option(
-        help="Least share of a word's mass for a link, in (0, 1]. In the one-to-one matching all copies of a word "
-        "count together, so a link's own confidence can be lower. Not of argmax and itermax. Default: 0.3.",
+        help="Least confidence of a link, in (0, 1]; not of argmax and itermax. Of partial, balanced and unbalanced all copies "
+        "of a word count together in the one-to-one matching. Default: 0.3. Of an aligner: its own.",
         rich_help_panel=_HOW,
     ),
 ]

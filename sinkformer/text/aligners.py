@@ -58,28 +58,31 @@ class Aligner:
     matching, whatever the method.
 
     Args:
-        model: ``"en"`` (packaged English model), a folder, a Hugging Face name, a callable from a list of
-            token lists to a list of ``(n_words, d)`` arrays, or an ``Embedder``. Of a callable the settings know
-            only the name.
-        layer: hidden layer of a Hugging Face model; default: 3 for ``"en"``, 0.6 of the depth for others.
-        method: how links are found: ``"partial"`` (the default: entropic coupling with null atoms), ``"balanced"``,
-            ``"unbalanced"``, ``"argmax"``, ``"itermax"``, or a ``Method`` such as ``methods.Unbalanced(reach=0.3)``,
-            which holds its own options. Options without meaning for a method are an error; None is its default.
+        model: ``"en"`` (packaged English model and aligner), the folder of an aligner that ``sinkformer train`` wrote,
+            ``"multi"``, the folder of a language model, a Hugging Face name, a callable from a list of token lists to a list of
+            ``(n_words, d)`` arrays, or an ``Embedder``. Of a callable the settings know only the name.
+        layer: hidden layer of the vectors that costs and distances are made of; default: 3 for ``"en"``, 7 for ``"multi"``, 0.6
+            of the depth for others. An aligner reads layers of its own.
+        method: how links are found: ``"trained"``, the default of ``"en"`` and of an aligner; ``"partial"``, the default of
+            others (entropic coupling with null atoms); ``"balanced"``, ``"unbalanced"``, ``"argmax"``, ``"itermax"``; or a
+            ``Method`` such as ``methods.Unbalanced(reach=0.3)``, which holds its own options. Options without meaning for a
+            method are an error; None is its default.
         null_price: what leaving one word alone costs, in (0, 1e6]; default 0.4. The distance has it, and the coupling of
             ``"partial"``: there two words are matched only if their cost is below twice that.
         epsilon: strength of the entropy, in units of the cost, in [1e-6, 1e6]; default 0.05. Larger values spread the
             coupling. Of ``"partial"``, ``"balanced"`` and ``"unbalanced"``.
         distortion: price of a change of place, in [0, 1e6]; 0 for languages of free word order.
-        threshold: least share of a word's mass for a link, in (0, 1]; default 0.3. For a pair of the one-to-one matching
-            all copies of a word count together, since they share its mass (see ``decoding``), so that the own confidence of
-            such a link can be below the threshold. Of the same methods as ``epsilon``.
+        threshold: in (0, 1]. Of ``"trained"``: least probability of a link; default: that of the aligner. Of the methods that
+            have an ``epsilon``: least share of a word's mass, default 0.3; for a pair of the one-to-one matching all copies of
+            a word count together, since they share its mass (see ``decoding``), so that the own confidence of such a link can
+            be below it.
         tokenizer: a callable from text to a list of words, instead of the built-in rule. Token lists are
             never split.
         centre: vector subtracted from all word vectors; ``"auto"``: the shipped mean for ``"en"`` and
             ``"multi"``, none for others (see :meth:`fit_centre`); None: no centring.
         max_words: longest text accepted. Longer ones are an error: nothing is cut off in silence.
         device: torch device of model and coupling: cpu, cuda or mps.
-        batch_size: texts encoded, and pairs solved, together. The results do not depend on it.
+        batch_size: texts encoded, and pairs solved, together. The results do not depend on it beyond rounding.
 
     Raises:
         ConfigError: an option outside its range, or without meaning for this model.
@@ -154,7 +157,7 @@ class Aligner:
             ConvergenceWarning: the solver stopped early.
             TextWarning: many words are unknown to the model.
         """
-        return self._window([self._words(a, b)])[0]
+        return self._window([self._checked(a, b)])[0]
 
     def align(self, pairs: Iterable[Any], *, window: int | None = None) -> Iterator[Alignment | BadLine]:
         """Couple many pairs, lazily and in order, one result for each.
@@ -195,7 +198,7 @@ class Aligner:
             return item
         if isinstance(item, Pair):
             try:
-                return self._words(item.source, item.target)
+                return self._checked(item.source, item.target)
             except TextError as error:
                 return BadLine(item.line, str(error))
         if isinstance(item, (str, bytes, Words)) or not isinstance(item, Sequence) or len(item) != 2:
@@ -204,7 +207,7 @@ class Aligner:
                 f"{type(item).__name__} {str(item)[:40]!r}"
             )
         try:
-            return self._words(item[0], item[1])
+            return self._checked(item[0], item[1])
         except (TextError, DTypeError) as error:
             raise type(error)(f"pair {position}: {error}") from error
 
@@ -244,7 +247,11 @@ class Aligner:
                 "expected two texts or two lists of tokens, received one of each; pass both as str, or split "
                 "both into tokens"
             )
-        source, target = self._one(a, "source"), self._one(b, "target")
+        return self._one(a, "source"), self._one(b, "target")
+
+    def _checked(self, a: TextLike, b: TextLike) -> tuple[Words, Words]:
+        """Words that the method has room for."""
+        source, target = self._words(a, b)
         most = getattr(self.method, "most_cells", None)
         if most is not None and len(source) * len(target) > most:
             raise TextError(

@@ -10,12 +10,13 @@ from typing import TypeAlias
 import torch
 
 from sinkformer.errors import ConfigError
-from sinkformer.text.embedders import PACKAGED_MODEL, Embedder, as_embedder
+from sinkformer.text.embedders import MULTILINGUAL_MODEL, PACKAGED_MODEL, Embedder, as_embedder
 from sinkformer.text.learned import Trained, is_aligner, load_aligner
 from sinkformer.text.methods import Method, as_method
 
 Model: TypeAlias = str | Path | Callable | Embedder
 
+_RESERVED = (PACKAGED_MODEL, MULTILINGUAL_MODEL)
 _PACKAGED = Path(__file__).with_name("aligner_en")
 
 
@@ -76,7 +77,8 @@ def choose(
         ConfigError: the trained method of a model without one; see ``methods.as_method``.
     """
     named = isinstance(model, (str, Path))
-    own = Path(model) if named and is_aligner(model) else None
+    # The names of packaged models come first, whatever folders there are.
+    own = Path(model) if named and str(model) not in _RESERVED and is_aligner(model) else None
     wanted = method is None or (isinstance(method, str) and method == Trained.name)
     packaged = _PACKAGED if named and str(model) == PACKAGED_MODEL else None
     folder = own or (packaged if wanted else None)

@@ -67,7 +67,21 @@ def test_train_align_evaluate(run, gold, tiny_folder, tmp_path):
 def test_pure_and_free_order(run, gold, tiny_folder, tmp_path):
     save = tmp_path / "pure"
     result = run(
-        *("train", "--train", gold, "--save", save, "--model", tiny_folder, "--pure", "--free-order", "--epochs", 1),
+        *(
+            "train",
+            "--train",
+            gold,
+            "--dev",
+            gold,
+            "--save",
+            save,
+            "--model",
+            tiny_folder,
+            "--pure",
+            "--free-order",
+            "--epochs",
+            1,
+        ),
         *("--one-way", "--quiet"),
     )
     assert result.exit_code == 0, result.output

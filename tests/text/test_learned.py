@@ -3,6 +3,9 @@
 import dataclasses
 import json
 import random
+import tracemalloc
+import unicodedata
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +16,8 @@ from hypothesis import strategies as st
 from sinkformer.errors import ConfigError, DTypeError, FormatError, ModelError, NonFiniteError, TextError
 from sinkformer.losses import fenchel_young
 from sinkformer.metrics import coupling_tv, target_coupling
-from sinkformer.text import Aligner, BadLine, Pair
+from sinkformer.text import Aligner, BadLine, Pair, choice
+from sinkformer.text.choice import choose
 from sinkformer.text.gold import read_links
 from sinkformer.text.learned import (
     AlignerRecipe,
@@ -31,6 +35,7 @@ from sinkformer.text.learned.examples import EncodedExamples, Example, batches, 
 from sinkformer.text.learned.features import NAMES, pair_features
 from sinkformer.text.learned.heads import couple_with_nulls, log_shares
 from sinkformer.text.learned.models import PairBatch
+from sinkformer.text.learned.training import _held_out
 
 SMALL = PairModelConfig(layers=(1, 2), size=16, width=8, heads=2, channels=4, blocks=1, dropout=0.0)
 PURE = dataclasses.replace(SMALL, blocks=0, spelling=False, links=False, places=False)
@@ -78,6 +83,21 @@ def test_features_of_a_small_pair():
     assert float(channel(source, target, "same_count")[0, 3]) == 1
     assert float(channel(source, target, "shift")[4, 0]) == 1
     assert float(channel(source, target, "nearness")[0, 0]) == 1
+
+
+def test_spelling_is_compared_composed():
+    words = ["Ångström", "ñ", "go"]
+    apart = [unicodedata.normalize("NFD", word) for word in words]
+    assert torch.equal(pair_features(words, words), pair_features(words, apart))
+
+
+def test_long_words_cost_no_memory():
+    tracemalloc.start()
+    f = pair_features(["x" * 50_000, *"abcdef" * 20], ["x" * 50_000 + "y", *"abcdef" * 20])
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 30e6
+    assert float(f[NAMES.index("prefix"), 0, 0]) == pytest.approx(1, abs=1e-4)
 
 
 @given(st.lists(st.text(max_size=5), min_size=1, max_size=6), st.lists(st.text(max_size=5), min_size=1, max_size=6))
@@ -307,6 +327,25 @@ def test_batches_hold_everything_once(lengths, size, epoch):
     assert max(map(len, first)) <= size
 
 
+@settings(max_examples=30)
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), min_size=2, max_size=60), st.integers(0, 5))
+def test_no_held_out_text_is_trained_on(ends, seed):
+    gold = [Example((f"s{a}",), (f"t{b}",), ()) for a, b in ends]
+    try:
+        train, dev = _held_out(gold, seed)
+    except FormatError:
+        return
+    assert len(train) + len(dev) == len(gold)
+    assert not {e.source for e in train} & {e.source for e in dev}
+    assert not {e.target for e in train} & {e.target for e in dev}
+    assert 1 <= len(dev) <= max(2 * (len(gold) // 10), 2)
+
+
+def test_a_tenth_is_held_out():
+    train, dev = _held_out([Example((f"s{k}",), (f"t{k}",), ()) for k in range(50)], 0)
+    assert (len(train), len(dev)) == (45, 5)
+
+
 # Training
 # ----------------------------------------------------------------------------------------------------------------------
 
@@ -426,10 +465,14 @@ def test_bad_arguments(tiny_models, trained):
     options = {"model": tiny_models / "bert", "config": SMALL}
     with pytest.raises(FormatError, match="at most 2 words"):
         train_aligner(made_up(4, 0), recipe=dataclasses.replace(RECIPE, longest=2), **options)
-    with pytest.raises(FormatError, match="at least two pairs"):
+    with pytest.raises(FormatError, match="give a dev set"):
         train_aligner(made_up(1, 0), **options)
+    with pytest.raises(FormatError, match="give a dev set"):
+        train_aligner(made_up(1, 0) * 30, **options)
     with pytest.raises(FormatError, match="held-out pairs"):
         train_aligner(made_up(4, 0), [], **options)
+    with pytest.raises(FormatError, match="without any link"):
+        train_aligner([dataclasses.replace(e, links=()) for e in made_up(20, 0)], **options)
     with pytest.raises(ConfigError, match="blocks to fine-tune"):
         train_aligner(made_up(4, 0), recipe=dataclasses.replace(RECIPE, fine_tune=9), **options)
     with pytest.raises(ConfigError, match="seed"):
@@ -484,6 +527,7 @@ def test_aligner_of_a_folder(trained):
 @pytest.mark.parametrize("text", ["the cat and the dog and the cat", "the the the the", "a", "zzz qqq zzz"])
 def test_a_text_with_itself_is_the_diagonal(trained, text):
     r = Aligner(trained[0])(text, text)
+    assert r.confidence == [1.0] * len(r.links)
     assert r.links == [(k, k) for k in range(len(text.split()))]
     assert r.distance == 0
 
@@ -521,6 +565,13 @@ def test_threshold_moves_the_links(trained):
     assert len(few.links) < len(many.links) == 12
     assert few.settings_hash != many.settings_hash
     assert few.distance == many.distance
+
+
+def test_a_folder_does_not_take_the_name_of_a_packaged_model(trained, tmp_path, monkeypatch):
+    copy(trained[0], tmp_path / "en")
+    monkeypatch.chdir(tmp_path)
+    assert choose("en").folder == choice._PACKAGED
+    assert choose("./en").folder == Path("en")
 
 
 def test_choice_of_method(trained, tiny_models):
@@ -570,6 +621,7 @@ def test_damaged_files(trained, tmp_path, name):
     ("path", "value", "error"),
     [
         (("model", "width"), 16, ModelError),
+        (("model", "width"), 10**13, ConfigError),
         (("model", "wings"), 2, ConfigError),
         (("decision", "wings"), 2, ConfigError),
         (("decision", "threshold"), 7, ConfigError),

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from os.path import commonprefix
 
 import numpy as np
 import torch
+from scipy.sparse import csr_array
 from torch import Tensor
 
-# In the order of the channels. Words are compared in lower case but for the first.
+from sinkformer.text.tokens import surface
+
+# In the order of the channels. Words are compared as NFC, and in lower case but for the first.
 SPELLING = (
     "same_spelling",
     "same_word",
@@ -44,6 +48,7 @@ def pair_features(source: Sequence[str], target: Sequence[str]) -> Tensor:
     Returns:
         ``(len(NAMES), n, m)``, float32, in [-1, 1].
     """
+    source, target = [[surface(word) for word in words] for words in (source, target)]
     left, right = [[word.lower() for word in words] for words in (source, target)]
     same = _equal(left, right)
     copies, copies_left = (
@@ -94,13 +99,15 @@ def _places(n: int) -> np.ndarray:
 def _trigrams(left: Sequence[str], right: Sequence[str]) -> np.ndarray:
     sets = {word: _pieces(word) for word in {*left, *right}}
     columns = {piece: k for k, piece in enumerate(sorted(set().union(*sets.values())))}
-    rows = {}
-    for word, pieces in sets.items():
-        rows[word] = np.zeros(len(columns), np.float32)
-        rows[word][[columns[piece] for piece in pieces]] = 1.0
-    empty = np.zeros((0, len(columns)), np.float32)
-    a, b = [np.stack([rows[word] for word in words]) if words else empty for words in (left, right)]
-    return 2 * (a @ b.T) / np.maximum(a.sum(1)[:, None] + b.sum(1), 1.0)
+
+    def incidence(words: Sequence[str]) -> csr_array:
+        found = [(i, columns[piece]) for i, word in enumerate(words) for piece in sets[word]]
+        rows, places = np.array(found, int).reshape(-1, 2).T
+        return csr_array((np.ones(len(found)), (rows, places)), shape=(len(words), max(len(columns), 1)))
+
+    a, b = incidence(left), incidence(right)
+    sizes = np.add.outer([len(sets[word]) for word in left], [len(sets[word]) for word in right])
+    return 2 * (a @ b.T).toarray() / np.maximum(sizes, 1).reshape(len(left), len(right))
 
 
 def _pieces(word: str) -> set[str]:
@@ -109,18 +116,21 @@ def _pieces(word: str) -> set[str]:
 
 
 def _prefixes(left: Sequence[str], right: Sequence[str]) -> np.ndarray:
-    """Letter by letter, so that a long word costs time and no memory."""
-    common = np.zeros((len(left), len(right)), int)
-    alike = np.ones(common.shape, bool)
-    for k in range(min((max(map(len, words), default=0) for words in (left, right)), default=0)):
-        # Behind its end a word has nothing in common with any other.
-        a, b = [
-            np.array([word[k] if k < len(word) else end for word in words], object)
-            for words, end in ((left, 0), (right, 1))
-        ]
-        alike &= np.equal.outer(a, b).astype(bool)
-        if not alike.any():
-            break
-        common += alike
-    lengths = np.maximum.outer([len(word) for word in left], [len(word) for word in right]).reshape(common.shape)
-    return np.where(common >= _SHORTEST_PREFIX, common / np.maximum(lengths, 1), 0.0)
+    out = np.zeros((len(left), len(right)))
+    rows, columns = _where(left), _where(right)
+    starts: dict[str, list[str]] = {}
+    for word in columns:
+        starts.setdefault(word[:_SHORTEST_PREFIX], []).append(word)
+    for a in rows:
+        if len(a) >= _SHORTEST_PREFIX:
+            for b in starts.get(a[:_SHORTEST_PREFIX], ()):
+                out[np.ix_(rows[a], columns[b])] = len(commonprefix([a, b])) / max(len(a), len(b))  # noqa: RUF071 - letters
+    return out
+
+
+def _where(words: Sequence[str]) -> dict[str, list[int]]:
+    """Places of every distinct word."""
+    out: dict[str, list[int]] = {}
+    for k, word in enumerate(words):
+        out.setdefault(word, []).append(k)
+    return out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -16,6 +17,9 @@ from sinkformer.text.learned.decisions import log_odds_of_shares
 from sinkformer.text.learned.examples import EncodedExamples
 from sinkformer.text.learned.heads import log_shares
 from sinkformer.text.learned.models import WEIGHTS_FILE, PairBatch, PairModel, PairOutput
+
+# Word pairs, padding included, whose layers are in memory together outside of training.
+_CELLS = 100_000
 
 
 class Learner(nn.Module):
@@ -70,19 +74,31 @@ def log_odds(output: PairOutput, batch: PairBatch) -> Tensor:
 
 @torch.no_grad()
 def log_odds_of(learner: Learner, data: EncodedExamples, size: int) -> list[Tensor]:
-    """Log-odds ``(n, m)`` of every example, in evaluation mode; ``size`` examples together."""
+    """Log-odds ``(n, m)`` of every example, in evaluation mode; at most ``size`` examples together."""
     modes = {module: module.training for module in learner.modules()}
     learner.eval()
     found: list[Tensor] = [torch.empty(0)] * len(data)
-    order = sorted(range(len(data)), key=lambda k: len(data.data[k].source))
-    for start in range(0, len(order), size):
-        chosen = order[start : start + size]
+    for chosen in _of_like_sizes(data, size):
         batch = data.batch(chosen, learner.pairs.layers)
         for k, odds in zip(chosen, log_odds(learner.pairs(batch), batch), strict=True):
             found[k] = odds[: len(data.data[k].source), : len(data.data[k].target)].cpu()
     for module, mode in modes.items():
         module.training = mode
     return found
+
+
+def _of_like_sizes(data: EncodedExamples, size: int) -> Iterator[list[int]]:
+    """Batches of at most ``size`` examples and so many padded cells that a pair of long texts stands alone."""
+    sizes = [(len(e.source), len(e.target)) for e in data.data]
+    batch: list[int] = []
+    for k in sorted(range(len(data)), key=lambda k: sizes[k]):
+        n, m = [max(sizes[one][side] for one in [*batch, k]) for side in (0, 1)]
+        if batch and (len(batch) == size or (len(batch) + 1) * n * m > _CELLS):
+            yield batch
+            batch = []
+        batch.append(k)
+    if batch:
+        yield batch
 
 
 def upper_blocks(embedder: TransformerEmbedder, count: int, top: int) -> nn.ModuleList:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from sinkformer.couplings import EntropicCoupling
+from sinkformer.errors import ConvergenceWarning
 from sinkformer.text import decoding, documents
 from sinkformer.text.learned.decisions import Decision
 from sinkformer.text.learned.features import pair_features
@@ -66,6 +68,13 @@ class Trained:
         with torch.no_grad():
             output = self.model(batch)
             confidence = self.decision.confidence(log_odds(output, batch))
+        failed = int((~output.coupling.solution.converged).sum())
+        if failed:
+            warnings.warn(
+                f"the confidences of {failed} of {len(pairs)} pairs rest on a coupling that did not converge",
+                ConvergenceWarning,
+                stacklevel=2,
+            )
         # Once more without padding, in float64: what the coupling of a result is measured by.
         measures = [completed(pair) for pair in pairs]
         costs = [self._costs(output, k, *pair.cost.shape) for k, pair in enumerate(pairs)]
@@ -86,6 +95,7 @@ class Trained:
     def _found(self, pair: EncodedPair, coupling: EntropicCoupling, confidence: Tensor) -> Found:
         n, m = pair.cost.shape
         full = coupling.to_dense()
+        # Words of a text and its copy belong together for certain, in their order.
         certain = pair.costs == 0
         unlike = documents.unlike(pair.source.words, pair.target.words, *pair.vectors)
         if unlike is not None:
@@ -93,7 +103,10 @@ class Trained:
             unknown = documents.unknown(*pair.vectors)
             confidence = confidence.masked_fill(unlike, 0.0)
             certain |= (unknown & ~unlike).cpu().numpy()
-        links = self.decision.links(confidence.cpu().numpy(), _matched(pair, certain) if certain.any() else [])
+        exact = _matched(pair, certain) if certain.any() else []
+        for i, j in exact:
+            confidence[i, j] = 1.0
+        links = self.decision.links(confidence.cpu().numpy(), exact)
         return Found(coupling, full[:n, :m], full[:n, m], full[n, :m], confidence, links)
 
 

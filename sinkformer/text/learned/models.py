@@ -20,6 +20,8 @@ _FORMAT_VERSION = 1
 CONFIG_FILE, WEIGHTS_FILE = "aligner.json", "model.safetensors"
 # Marginal error of the couplings the refinement and the losses see; float32 reaches it.
 _TOLERANCE = 1e-4
+# Of any number in a configuration: what is beyond is a damaged file.
+_LARGEST = 65_536
 
 
 @dataclass(frozen=True)
@@ -72,8 +74,10 @@ class PairModelConfig:
             object.__setattr__(self, "layers", tuple(self.layers))
             given |= {f"layers[{k}]": (layer, 0) for k, layer in enumerate(self.layers)}
         for name, (value, least) in given.items():
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ConfigError(f"expected {name} as a whole number >= {least}, received {value!r}")
+            if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= _LARGEST:
+                raise ConfigError(
+                    f"expected {name} as a whole number between {least} and {_LARGEST}, received {value!r}"
+                )
         if self.layers is not None and list(self.layers) != sorted(set(self.layers)):
             raise ConfigError(f"expected ascending layers, received {self.layers}")
         if self.width % self.heads:

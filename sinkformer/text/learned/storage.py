@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
 from sinkformer.errors import ConfigError, ModelError
@@ -71,10 +71,10 @@ class TrainedAligner:
         }
         # First out and last in: a folder that has it is whole.
         (folder / CONFIG_FILE).unlink(missing_ok=True)
-        save_file(_plain(self.model.state_dict()), folder / WEIGHTS_FILE)
+        (folder / WEIGHTS_FILE).write_bytes(save(_plain(self.model.state_dict())))
         (folder / _BLOCKS_FILE).unlink(missing_ok=True)
         if self.blocks is not None:
-            save_file(_plain(self.blocks.state_dict()), folder / _BLOCKS_FILE)
+            (folder / _BLOCKS_FILE).write_bytes(save(_plain(self.blocks.state_dict())))
         (folder / _CARD_FILE).write_text(card(values), encoding="utf-8")
         text = json.dumps(values, indent=2, sort_keys=True, allow_nan=False)
         (folder / CONFIG_FILE).write_text(text + "\n", encoding="utf-8")
@@ -154,8 +154,8 @@ def _read_values(folder: Path) -> dict[str, Any]:
             f"expected a trained aligner in {folder}, but {CONFIG_FILE} is missing; write one with 'sinkformer train'"
         )
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        values = json.loads(path.read_text(encoding="utf-8-sig"))
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ModelError(f"expected JSON in {path}; the file is damaged: {error}") from error
     keys = set(values) if isinstance(values, dict) else None
     if (

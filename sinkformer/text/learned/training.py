@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import connected_components
 
 from sinkformer.errors import ConfigError, FormatError
 from sinkformer.text.embedders import PACKAGED_MODEL, TransformerEmbedder
@@ -46,8 +48,8 @@ def train_aligner(
 
     Args:
         train: gold files with words, as ``read_links`` gives them, and examples. Pairs without words are left out.
-        dev: held-out gold: the epoch with the highest F1 there is kept, calibration and threshold are fitted there. None holds a
-            tenth of ``train`` out, at most 200 pairs, chosen by the seed.
+        dev: held-out gold: the epoch with the highest F1 there is kept, calibration and threshold are fitted there. None holds
+            about a tenth of ``train`` out, some 200 pairs at most, chosen by the seed, with no text that is trained on.
         model: language model as ``TransformerEmbedder`` takes it; or the folder of a trained aligner to start from.
         config: the architecture; None: the default. An aligner to start from has its own.
         recipe: how to train.
@@ -85,6 +87,9 @@ def train_aligner(
         held_out = examples(dev)
     if not held_out:
         raise FormatError("expected held-out pairs with words on both sides, received none")
+    for name, part in (("training", gold), ("held-out", held_out)):
+        if not any(e.links for e in part):
+            raise FormatError(f"expected {name} pairs with gold links, received {len(part)} pairs without any link")
     start = _start(model, config, device)
     with bar(progress) as show:
         learner, decision, history = fit_pairs(
@@ -131,8 +136,26 @@ def _start(model: str | Path, config: PairModelConfig | None, device: str | torc
 
 
 def _held_out(gold: list[Example], seed: int) -> tuple[list[Example], list[Example]]:
-    count = min(max(len(gold) // 10, 1), _MOST_HELD_OUT)
-    if count == len(gold):
-        raise FormatError(f"expected at least two pairs to train on and to hold out, received {len(gold)}")
-    order = np.random.default_rng((seed, 10)).permutation(len(gold))
-    return [gold[k] for k in sorted(order[count:])], [gold[k] for k in sorted(order[:count])]
+    """Training and held-out pairs; pairs that share a text are on one side, so that no held-out text was trained on."""
+    wanted = min(max(len(gold) // 10, 1), _MOST_HELD_OUT)
+    group = _groups(gold)
+    chosen: set[int] = set()
+    for one in np.random.default_rng((seed, len(gold))).permutation(sorted(set(group))):
+        members = {k for k, other in enumerate(group) if other == one}
+        # A group that would be most of the data stays in training.
+        if len(chosen) < wanted and len(chosen) + len(members) <= max(2 * wanted, 1):
+            chosen |= members
+    if not chosen or len(chosen) == len(gold):
+        raise FormatError(
+            f"expected pairs to train on and others, with other texts, to hold out, received {len(gold)} pairs; give a dev set"
+        )
+    return [e for k, e in enumerate(gold) if k not in chosen], [gold[k] for k in sorted(chosen)]
+
+
+def _groups(gold: list[Example]) -> list[int]:
+    """For every pair the number of its group: pairs are together that share a text, directly or through others."""
+    texts = {text: k for k, text in enumerate(dict.fromkeys(text for e in gold for text in (e.source, e.target)))}
+    ends = np.array([(texts[e.source], texts[e.target]) for e in gold])
+    graph = coo_array((np.ones(len(gold)), (ends[:, 0], ends[:, 1])), shape=(len(texts), len(texts)))
+    labels = connected_components(graph, directed=False)[1]
+    return labels[ends[:, 0]].tolist()

@@ -73,4 +73,4 @@ def _named(method: str, given: dict[str, Any]) -> Method:
 
 
 def _names() -> str:
-    return "the methods are " + ", ".join(repr(name) for name in METHODS)
+    return "the methods are " + ", ".join(repr(name) for name in METHODS) + ", and 'trained' where there is an aligner"
