@@ -228,6 +228,7 @@ FOLDERS = {
         "new_axes",
         "parameter_counts",
         "phases",
+        "reliability",
         "save",
         "token_paths",
     },

@@ -478,7 +478,7 @@ def refuse(*a, **k):
     raise AssertionError("a connection was tried")
 socket.socket.connect = socket.create_connection = socket.getaddrinfo = refuse
 from sinkformer.text import couple
-print(couple("the cat", "a feline"))
+print(couple("the cat", "the cat"))
 """
     environment = {k: v for k, v in os.environ.items() if not k.startswith("HF_")}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)

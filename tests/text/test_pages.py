@@ -157,7 +157,7 @@ def test_at_its_own_threshold_a_page_has_the_links_of_the_alignment(table, a, b,
 
 
 def test_rounding_makes_no_link(static):
-    r = dataclasses.replace(static(["xyz"], ["uvw"]), plan=torch.tensor([[0.29999 / 2]], dtype=torch.float64))
+    r = dataclasses.replace(static(["xyz"], ["uvw"]), confidences=torch.tensor([[0.29999]], dtype=torch.float64))
     ((i, j, share, level),) = levels(r).pairs
     assert (i, j, share) == (0, 0, 0.3)
     assert level < r.settings["threshold"] == 0.3

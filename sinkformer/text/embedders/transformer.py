@@ -75,7 +75,7 @@ class TransformerEmbedder:
         self._layers, self.layer, self.depth = loaded.layers, loaded.layers.layer, loaded.layers.depth
         # Before the weights move: a hash of numbers on the CPU is the same everywhere.
         self._fingerprint = loaded.sha256 or _fingerprint(self.model, self.tokenizer)
-        self.model.to(self.device).eval().requires_grad_(False)
+        self.model.to(self.device).eval()
         self.max_pieces = _position_limit(self.model, self.tokenizer)
         self._unread = _blank_pieces(self.tokenizer) | {self.tokenizer.unk_token_id}
         self._lowercases = self.tokenizer.tokenize("A") == self.tokenizer.tokenize("a")

@@ -117,6 +117,8 @@ def fit_pairs(
     if init is not None:
         model.load_state_dict(init.state_dict())
     blocks = upper_blocks(embedder, recipe.fine_tune, model.layers[-1]) if recipe.fine_tune else None
+    # Of the language model the blocks alone learn; nothing below them keeps a gradient.
+    embedder.model.requires_grad_(False)
     learner = Learner(model, blocks).to(embedder.device)
     layers = () if recipe.fine_tune else model.layers
     ways = [*train, *(e.transposed for e in train)] if recipe.both_ways else train

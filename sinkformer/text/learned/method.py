@@ -68,17 +68,19 @@ class Trained:
         with torch.no_grad():
             output = self.model(batch)
             confidence = self.decision.confidence(log_odds(output, batch))
-        failed = int((~output.coupling.solution.converged).sum())
+        # Once more without padding, in float64: what the coupling of a result is measured by.
+        measures = [completed(pair) for pair in pairs]
+        costs = [self._costs(output, k, *pair.cost.shape) for k, pair in enumerate(pairs)]
+        couplings = solve_ragged([mu for mu, _ in measures], [nu for _, nu in measures], costs, epsilon=1.0)
+        # A coupling that fails itself is the aligner's to report.
+        early = output.coupling.solution.converged.tolist()
+        failed = sum(bool(one.solution.converged) and not first for one, first in zip(couplings, early, strict=True))
         if failed:
             warnings.warn(
                 f"the confidences of {failed} of {len(pairs)} pairs rest on a coupling that did not converge",
                 ConvergenceWarning,
                 stacklevel=2,
             )
-        # Once more without padding, in float64: what the coupling of a result is measured by.
-        measures = [completed(pair) for pair in pairs]
-        costs = [self._costs(output, k, *pair.cost.shape) for k, pair in enumerate(pairs)]
-        couplings = solve_ragged([mu for mu, _ in measures], [nu for _, nu in measures], costs, epsilon=1.0)
         return [
             self._found(pair, coupling, confidence[k, : pair.cost.shape[0], : pair.cost.shape[1]])
             for k, (pair, coupling) in enumerate(zip(pairs, couplings, strict=True))
