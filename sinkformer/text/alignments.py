@@ -113,7 +113,7 @@ class Alignment:
         return out
 
     def with_nulls(self) -> Tensor:
-        """Confidence of every pair, ``(n + 1, m + 1)``: words against words, last row and column the null atom.
+        """Shares of a word's mass, ``(n + 1, m + 1)``: words against words, last row and column the null atom.
 
         The corner (null to null) says nothing about words and is zero. Without null atoms the last row and
         column are zero.
