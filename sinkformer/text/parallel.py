@@ -75,8 +75,8 @@ def _results(
 
 def _ray() -> tuple[Any, Any]:
     try:
-        import ray
-        import ray.data
+        import ray  # pyright: ignore[reportMissingImports]
+        import ray.data  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise MissingExtraError("ray", str(error.name or "ray")) from error
     return ray, ray.data
