@@ -27,6 +27,7 @@ from sinkformer.errors import (
 )
 from sinkformer.text import decoding, documents
 from sinkformer.text.alignments import Alignment
+from sinkformer.text.batching import like_sizes
 from sinkformer.text.choice import Choice, choose
 from sinkformer.text.embedders import (
     PACKAGED_MODEL,
@@ -331,17 +332,9 @@ class Aligner:
 
     def _batches(self, pairs: list[tuple[Words, Words]]) -> Iterator[list[int]]:
         """Positions of pairs to solve together, of like sizes, few enough cells each."""
-        order = sorted(range(len(pairs)), key=lambda k: (len(pairs[k][0]), len(pairs[k][1])))
-        batch: list[int] = []
-        n = m = 0
-        for k in order:
-            n, m = max(n, len(pairs[k][0]) + 1), max(m, len(pairs[k][1]) + 1)
-            if batch and (len(batch) == self.batch_size or n * m * (len(batch) + 1) > _CELLS):
-                yield batch
-                batch, n, m = [], len(pairs[k][0]) + 1, len(pairs[k][1]) + 1
-            batch.append(k)
-        if batch:
-            yield batch
+        # One more on each side for the null atoms.
+        sizes = [(len(a) + 1, len(b) + 1) for a, b in pairs]
+        return like_sizes(sizes, self.batch_size, _CELLS)
 
     def _solve(self, pairs: list[EncodedPair]) -> list[Alignment]:
         solved = iter(self.method.solve(full) if (full := [pair for pair in pairs if pair.cost.numel()]) else [])

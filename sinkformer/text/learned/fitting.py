@@ -120,9 +120,7 @@ def fit_pairs(
     # Of the language model the blocks alone learn; nothing below them keeps a gradient.
     embedder.model.requires_grad_(False)
     learner = Learner(model, blocks).to(embedder.device)
-    layers = () if recipe.fine_tune else model.layers
     ways = [*train, *(e.transposed for e in train)] if recipe.both_ways else train
-    data, held_out = [EncodedExamples(part, embedder, layers) for part in (ways, dev)]
     run = _Run(learner, recipe, math.ceil(len(ways) / recipe.batch), seed)
     store = None
     if folder is not None:
@@ -132,6 +130,9 @@ def fit_pairs(
         settings |= {"start": None if init is None else _weights_digest(init)}
         store = Store(folder, settings, writes=True)
         store.open(run, resume)
+    # After the store, which may refuse the run: encoding takes long.
+    layers = () if recipe.fine_tune else model.layers
+    data, held_out = [EncodedExamples(part, embedder, layers) for part in (ways, dev)]
     learner.train()
     embedder.model.eval()
     with deferred_interrupt() as interrupted:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -12,6 +11,7 @@ from torch.nn import functional as F
 
 from sinkformer.errors import ConfigError
 from sinkformer.losses import fenchel_young
+from sinkformer.text.batching import like_sizes
 from sinkformer.text.embedders import TransformerEmbedder
 from sinkformer.text.learned.decisions import log_odds_of_shares
 from sinkformer.text.learned.examples import EncodedExamples
@@ -78,27 +78,13 @@ def log_odds_of(learner: Learner, data: EncodedExamples, size: int) -> list[Tens
     modes = {module: module.training for module in learner.modules()}
     learner.eval()
     found: list[Tensor] = [torch.empty(0)] * len(data)
-    for chosen in _of_like_sizes(data, size):
+    for chosen in like_sizes([(len(e.source), len(e.target)) for e in data.data], size, _CELLS):
         batch = data.batch(chosen, learner.pairs.layers)
         for k, odds in zip(chosen, log_odds(learner.pairs(batch), batch), strict=True):
             found[k] = odds[: len(data.data[k].source), : len(data.data[k].target)].cpu()
     for module, mode in modes.items():
         module.training = mode
     return found
-
-
-def _of_like_sizes(data: EncodedExamples, size: int) -> Iterator[list[int]]:
-    """Batches of at most ``size`` examples and so many padded cells that a pair of long texts stands alone."""
-    sizes = [(len(e.source), len(e.target)) for e in data.data]
-    batch: list[int] = []
-    for k in sorted(range(len(data)), key=lambda k: sizes[k]):
-        n, m = [max(sizes[one][side] for one in [*batch, k]) for side in (0, 1)]
-        if batch and (len(batch) == size or (len(batch) + 1) * n * m > _CELLS):
-            yield batch
-            batch = []
-        batch.append(k)
-    if batch:
-        yield batch
 
 
 def upper_blocks(embedder: TransformerEmbedder, count: int, top: int) -> nn.ModuleList:
