@@ -343,7 +343,7 @@ class Aligner:
 
     def _result(self, pair: EncodedPair, found: Found, settings: dict) -> Alignment:
         if self.method.null or not pair.cost.numel():
-            matching = decoding.match(pair.costs, pair.shift, self.null_price)
+            matching = pair.matching(self.null_price)
         else:
             matching = decoding.match_balanced(pair.costs, pair.shift, documents.FARTHEST + self.distortion)
         linked = [{i for i, _ in found.links}, {j for _, j in found.links}]

@@ -19,7 +19,7 @@ from sinkformer.text.embedders import TransformerEmbedder
 from sinkformer.text.learned.decisions import Decision, best_threshold
 from sinkformer.text.learned.examples import EncodedExamples, Example, batches
 from sinkformer.text.learned.learners import Learner, log_odds_of, upper_blocks
-from sinkformer.text.learned.models import PairModel, PairModelConfig
+from sinkformer.text.learned.models import PairModel, PairModelConfig, weights_digest
 from sinkformer.training.checkpoints import State, Store
 from sinkformer.training.processes import deferred_interrupt
 from sinkformer.training.recipes import History
@@ -127,7 +127,7 @@ def fit_pairs(
         settings: dict[str, Any] = {f"model.{k}": v for k, v in asdict(config).items()}
         settings |= {f"recipe.{k}": v for k, v in asdict(recipe).items()}
         settings |= {"seed": seed, "encoder": embedder.settings["sha256"], "train": _digest(train), "dev": _digest(dev)}
-        settings |= {"start": None if init is None else _weights_digest(init)}
+        settings |= {"start": None if init is None else weights_digest(init.state_dict())[:16]}
         store = Store(folder, settings, writes=True)
         store.open(run, resume)
     # After the store, which may refuse the run: encoding takes long.
@@ -262,10 +262,3 @@ def _seeded(seed: int, step: int) -> Iterator[None]:
 
 def _digest(data: Sequence[Example]) -> str:
     return hashlib.sha256(repr(list(data)).encode("utf-8", "surrogatepass")).hexdigest()[:16]
-
-
-def _weights_digest(model: nn.Module) -> str:
-    digest = hashlib.sha256()
-    for name, t in sorted(model.state_dict().items()):
-        digest.update(name.encode() + t.detach().cpu().contiguous().numpy().tobytes())
-    return digest.hexdigest()[:16]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
@@ -110,6 +111,14 @@ class PairModelConfig:
                 f"unknown keys {unknown} in the configuration of an aligner; it was written by another release"
             )
         return cls(**values)
+
+
+def weights_digest(state: Mapping[str, Tensor], start: bytes = b"") -> str:
+    """Hash of names and numbers of weights, and of what ``start`` says about them; hexadecimal."""
+    digest = hashlib.sha256(start)
+    for name, t in sorted(state.items()):
+        digest.update(name.encode() + t.detach().cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()
 
 
 class PairBatch(NamedTuple):

@@ -10,7 +10,6 @@ README.md           the model card
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -28,7 +27,7 @@ from sinkformer.text.learned.cards import card
 from sinkformer.text.learned.decisions import Decision
 from sinkformer.text.learned.learners import upper_blocks
 from sinkformer.text.learned.method import Trained
-from sinkformer.text.learned.models import CONFIG_FILE, WEIGHTS_FILE, PairModel, PairModelConfig
+from sinkformer.text.learned.models import CONFIG_FILE, WEIGHTS_FILE, PairModel, PairModelConfig, weights_digest
 
 _BLOCKS_FILE, _CARD_FILE = "blocks.safetensors", "README.md"
 _KEYS = {"model", "decision", "encoder", "training"}
@@ -122,9 +121,8 @@ def load_aligner(
     state = {name: t.float() for name, t in _tensors(folder / WEIGHTS_FILE).items()}
     _load_strictly(model, state, folder / WEIGHTS_FILE)
     shape = {name: value for name, value in values["decision"].items() if name != "threshold"}
-    digest = hashlib.sha256(json.dumps([values["model"], shape], sort_keys=True).encode())
-    for name, t in sorted(state.items()):
-        digest.update(name.encode() + t.contiguous().numpy().tobytes())
+    facts = json.dumps([values["model"], shape], sort_keys=True).encode()
+    fingerprint = weights_digest(state, facts)[:12]
     if layer is not None and not 0 <= layer <= model.layers[-1]:
         # Further blocks would be loaded, and the hash of the weights is taken over those that are.
         raise ConfigError(
@@ -144,7 +142,7 @@ def load_aligner(
         embedder.weights_changed()
     # Couplings are solved, and confidences computed, in float64, which Apple's GPUs lack.
     model.to("cpu" if embedder.device.type == "mps" else embedder.device).eval().requires_grad_(False)
-    return Loaded(embedder, Trained(model, decision, digest.hexdigest()[:12]), encoder)
+    return Loaded(embedder, Trained(model, decision, fingerprint), encoder)
 
 
 def _read_values(folder: Path) -> dict[str, Any]:

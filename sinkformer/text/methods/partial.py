@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from sinkformer.text import decoding, documents
+from sinkformer.text import documents
 from sinkformer.text.methods.checks import checked_epsilon, checked_price, checked_threshold
 from sinkformer.text.methods.protocol import EncodedPair, Found
 from sinkformer.text.methods.solving import completed, found, solve_ragged
@@ -61,6 +61,6 @@ class Partial:
             full[:n, :m],
             (full[:n, m], full[n, :m]),
             scale=n + m,
-            matching=decoding.match(pair.costs, pair.shift, self.null_price).links,
+            matching=pair.matching(self.null_price).links,
             threshold=self.threshold,
         )

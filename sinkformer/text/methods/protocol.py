@@ -10,7 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from sinkformer.couplings import DenseCoupling, EntropicCoupling
-from sinkformer.text import documents
+from sinkformer.text import decoding, documents
 from sinkformer.text.tokens import Words, surface
 
 
@@ -42,6 +42,16 @@ class EncodedPair:
     def shift(self) -> np.ndarray:
         """Squared difference of relative positions, ``(n, m)`` float64: what decides between equal costs."""
         return documents.squared_shift(*self.cost.shape, device="cpu").numpy()
+
+    def matching(self, null_price: float) -> decoding.Matching:
+        """The cheapest one-to-one links when a word may stay alone for ``null_price``; computed once for each price."""
+        if null_price not in self._matchings:
+            self._matchings[null_price] = decoding.match(self.costs, self.shift, null_price)
+        return self._matchings[null_price]
+
+    @cached_property
+    def _matchings(self) -> dict[float, decoding.Matching]:
+        return {}
 
     @cached_property
     def spellings(self) -> tuple[list[str], list[str]]:

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sinkformer.text import decoding
 from sinkformer.text.methods.checks import checked_epsilon, checked_price, checked_threshold
 from sinkformer.text.methods.protocol import EncodedPair, Found
 from sinkformer.text.methods.solving import completed, found, solve_ragged
@@ -74,7 +73,7 @@ class Unbalanced:
             ((weight - plan.sum(1)).clamp(min=0.0), (weight - plan.sum(0)).clamp(min=0.0)),
             scale=n + m,
             # In the limit of no entropy a word alone costs ``reach``.
-            matching=decoding.match(pair.costs, pair.shift, self.reach).links,
+            matching=pair.matching(self.reach).links,
             threshold=self.threshold,
         )
 
