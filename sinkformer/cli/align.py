@@ -32,6 +32,9 @@ def align(
     raw: Annotated[bool, typer.Option("--raw", help=_RAW)] = False,
     format: Annotated[o.LineFormat, typer.Option(help="Links (0-0 1-2), or a JSON line.")] = o.LineFormat.pharaoh,
     ids: Annotated[bool, typer.Option("--ids", help="Put the line number and a tab before the links.")] = False,
+    couplings: Annotated[
+        bool, typer.Option("--couplings", help="Put the coupling into JSON lines; evaluate then measures its distance.")
+    ] = False,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write here, not to stdout.", metavar="FILE")
     ] = None,
@@ -57,6 +60,8 @@ def align(
         raise usage("give either PAIRS, or both --src and --tgt")
     if ids and format is o.LineFormat.jsonl:
         raise usage("--ids belongs to --format pharaoh; JSON lines carry their id anyway")
+    if couplings and format is not o.LineFormat.jsonl:
+        raise usage("--couplings needs --format jsonl: links have no place for them")
     inputs = Inputs(tuple(str(path) for path in (pairs, src, tgt) if path is not None), tokenized=not raw)
     if workers > 1:
         inputs.require_files("--workers")
@@ -69,7 +74,7 @@ def align(
         check_writable(output, inputs=inputs.names)
         with inputs.opened() as (items, total):
             given = o.given_options(model, layer, device, epsilon, null_price, threshold, distortion, method)
-            aligner, work = Aligner(**given), Work(inputs, Layout(format, ids), given)
+            aligner, work = Aligner(**given), Work(inputs, Layout(format, ids, couplings), given)
             with _opened(output, work, aligner, resume) as out, progress(total, quiet, out.done) as advance:
                 report.add(out.notes)
                 if workers > 1:

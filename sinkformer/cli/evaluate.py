@@ -17,7 +17,7 @@ from sinkformer.cli import options as o
 from sinkformer.cli.evaluate_page import worst_pairs
 from sinkformer.cli.evaluate_tables import print_breakdown, print_intervals
 from sinkformer.cli.session import check_writable, open_input, say, session, usage
-from sinkformer.text.gold import GoldFormat, LinkFile, read_links, score_files
+from sinkformer.text.gold import GoldFormat, LinkFile, coupling_distances, read_links, score_files
 
 _SEED = 0
 
@@ -70,6 +70,7 @@ def evaluate(
         wanted, gold_sum = _read(gold, gold_format, one_based=one_index_gold, possible=sign)
         found, predicted_sum = _read(predicted)
         scores = score_files(wanted, found, ignore_possible=ignore_possible)
+        distances = coupling_distances(wanted, found, ignore_possible=ignore_possible)
         if not quiet:
             _warn(wanted, found)
         options = {"gold_format": wanted.format.value, "predicted_format": found.format.value}
@@ -85,11 +86,15 @@ def evaluate(
             if breakdown and scores.sizes is not None:
                 record["by_length"] = {name: group.to_dict() for name, group in scores.by_length().items()}
                 record["by_nulls"] = {name: group.to_dict() for name, group in scores.by_nulls().items()}
+            if distances is not None:
+                record["couplings"] = {"tv": list(distances.tv), "w1": list(distances.w1)}
             if bootstrap is not None:
                 record["bootstrap"] = {"samples": bootstrap, "seed": _SEED, "level": 0.95, **intervals}
             print(dumps(record, allow_nan=False))
         else:
             print(f"{scores}  settings {digest}")
+            if distances is not None:
+                print(distances)
             if bootstrap is not None:
                 print_intervals(intervals, bootstrap, _SEED)
             if breakdown:

@@ -35,16 +35,18 @@ class Layout:
     Attributes:
         format: links or JSON.
         ids: put number and tab before links.
+        couplings: put the coupling into JSON.
     """
 
     format: LineFormat
     ids: bool
+    couplings: bool = False
 
     def line(self, number: int, result: Alignment | BadLine) -> Line:
         """The line of a result; one without links if there is no result."""
         bad = isinstance(result, BadLine)
         if self.format is LineFormat.jsonl:
-            text = format_jsonl(result, number)
+            text = format_jsonl(result, number, coupling=self.couplings)
         else:
             text = f"{number}\t" * self.ids + str(result) * (not bad)
         if isinstance(result, BadLine):

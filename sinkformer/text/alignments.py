@@ -97,8 +97,13 @@ class Alignment:
             f"distance={self.distance:.4f}, {self.status.name})"
         )
 
-    def to_dict(self, id: str | int | None = None) -> dict[str, Any]:
-        """The fields of the JSON lines format; ``id`` comes first if given."""
+    def to_dict(self, id: str | int | None = None, *, coupling: bool = False) -> dict[str, Any]:
+        """The fields of the JSON lines format; ``id`` comes first if given.
+
+        Args:
+            id: of the pair.
+            coupling: also ``with_nulls()`` under ``"coupling"``, rows of n + 1 numbers with six digits.
+        """
         out: dict[str, Any] = {} if id is None else {"id": id}
         out.update(
             source=list(self.source.words),
@@ -110,6 +115,8 @@ class Alignment:
             status=self.status.name.lower(),
             settings=self.settings_hash,
         )
+        if coupling:
+            out["coupling"] = [[round(share, 6) for share in row] for row in self.with_nulls().tolist()]
         return out
 
     def with_nulls(self) -> Tensor:

@@ -214,10 +214,10 @@ def read_pharaoh(file: BinaryIO, sizes: Sequence[tuple[int, int]] | None = None)
         raise FormatError(f"expected {len(sizes)} lines of links, one for each pair, received {number}")
 
 
-def format_jsonl(result: Alignment | BadLine, id: str | int | None = None) -> str:
+def format_jsonl(result: Alignment | BadLine, id: str | int | None = None, *, coupling: bool = False) -> str:
     """One JSON line: the fields of ``Alignment.to_dict``, or ``{"id", "error"}`` for a line without a pair."""
     if isinstance(result, BadLine):
         record = {"id": id if id is not None else result.line, "error": result.reason}
     else:
-        record = result.to_dict(id)
+        record = result.to_dict(id, coupling=coupling)
     return json.dumps(record, ensure_ascii=False)

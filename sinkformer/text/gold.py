@@ -4,10 +4,13 @@
 pharaoh  a line of links for each pair: ``0-0 1-2``. ``1p2`` and ``1?2`` are possible links, ``1-2:0.7`` has a
          confidence, which is checked and not kept. Files called ``.talp`` and ``.gold`` are this format.
 jsonl    ``{"source": [...], "target": [...], "sure": [[0, 0]], "possible": [[1, 2]]}``, ``"possible"`` with or
-         without the sure ones; or what ``sinkformer align --format jsonl`` writes, with ``"links"``.
+         without the sure ones; or what ``sinkformer align --format jsonl`` writes, with ``"links"`` and, asked for with
+         ``--couplings``, ``"coupling"``.
 tsv      three columns: source, target, links (XL-WA); empty columns after them do not count. Two columns:
          ``source ||| target`` and links, or an identifier and links (``sinkformer align --ids``).
 multimwa MultiMWA: column 2 source, 4 target, 8 sure links, 9 possible links.
+blinker  a line for each link, not for each pair: ``pair source target`` (Blinker, samp.S), or ``pair source target S``
+         with ``P`` for possible ones, and a confidence (NAACL gold). Pairs and words are counted from one, word 0 is null.
 ======== =====================================================================================================
 
 Words are those between blanks, or the items of the lists. Every link is checked against its sentences where
@@ -20,13 +23,16 @@ import io
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from sinkformer.errors import ConfigError, FormatError, TextError
-from sinkformer.metrics import AlignmentScores, score_alignments
+import torch
+from torch import Tensor
+
+from sinkformer.errors import ConfigError, FormatError, SinkformerError, TextError
+from sinkformer.metrics import AlignmentScores, coupling_tv, coupling_w1, score_alignments, target_coupling
 from sinkformer.text.formats import BadLine, _decoded, _lines
 from sinkformer.text.tokens import reject_surrogates
 
@@ -34,6 +40,9 @@ Link = tuple[int, int]
 
 _LINK = re.compile(r"(\d{1,9})([-p?])(\d{1,9})(?::(\d+(?:\.\d*)?(?:[eE][-+]?\d+)?|\.\d+))?", re.ASCII)
 _SIGNS = ("p", "?")
+_BLINKER = re.compile(r"\s*(\d{1,9})\s+(\d{1,9})\s+(\d{1,9})(?:\s+([SP]))?(?:\s+[\d.eE+-]+)?\s*", re.ASCII)
+# Pairs without a link in a row, beyond which a pair number is no number of a pair.
+_LARGEST_GAP = 100_000
 
 
 class GoldFormat(str, Enum):
@@ -43,6 +52,7 @@ class GoldFormat(str, Enum):
     jsonl = "jsonl"
     tsv = "tsv"
     multimwa = "multimwa"
+    blinker = "blinker"
 
 
 @dataclass(frozen=True)
@@ -50,13 +60,14 @@ class LinkedPair:
     """The links of one pair.
 
     Attributes:
-        line: line number, from 1.
+        line: line number, from 1; of ``blinker`` that of its first link, 0 without.
         sure: links (i, j) of word indices from zero, sorted, without repetition.
         possible: possible links that are not sure.
         source: source words; None if the file does not hold them.
         target: target words, likewise.
         id: identifier in the file, None without.
         error: why the aligner gave no links for this line; None if it did.
+        coupling: shares of mass ``(n + 1, m + 1)``, null last, float64; None if the file does not hold them.
     """
 
     line: int
@@ -66,6 +77,7 @@ class LinkedPair:
     target: tuple[str, ...] | None = None
     id: str | int | None = None
     error: str | None = None
+    coupling: Tensor | None = field(default=None, compare=False)
 
     @property
     def links(self) -> tuple[Link, ...]:
@@ -96,7 +108,8 @@ class LinkFile:
 
     def where(self, k: int) -> str:
         """File and line of pair k, for messages."""
-        return f"{self.name}:{self.pairs[k].line}"
+        line = self.pairs[k].line
+        return f"{self.name}:{line}" if line else f"{self.name}: pair {k + 1}"
 
 
 def read_links(
@@ -139,6 +152,8 @@ def read_links(
     if not lines:
         raise FormatError(f"{name}: expected a line of links for each pair, received an empty file")
     kind = _guess(lines) if format is None else _format(format)
+    if kind is GoldFormat.blinker:
+        return _blinker(lines, name)
     reader = _Reader(one_based, _SIGNS if possible is None else (possible,))
     pairs = []
     for number, line in enumerate(lines, 1):
@@ -147,6 +162,36 @@ def read_links(
         except (FormatError, TextError) as error:
             raise FormatError(f"{name}:{number}: {error}") from None
     return LinkFile(name, kind, tuple(pairs), reader.repeated)
+
+
+def _blinker(lines: Sequence[str], name: str) -> LinkFile:
+    """Links grouped by pair; a pair without a line of its own has no links. Word 0 is null, which carries none."""
+    sure, possible, first, last, count = {}, {}, {}, 0, 0
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        match = _BLINKER.fullmatch(line)
+        pair = int(match[1]) if match else 0
+        if match is None or not pair:
+            raise FormatError(
+                f"{name}:{number}: expected 'pair source target', counted from one, and perhaps S or P, received "
+                f"{_short(line)!r}"
+            )
+        if not last <= pair <= last + _LARGEST_GAP:
+            raise FormatError(f"{name}:{number}: expected pairs in order, received pair {pair} after {last}")
+        last = pair
+        first.setdefault(pair, number)
+        i, j = int(match[2]) - 1, int(match[3]) - 1
+        if min(i, j) >= 0:
+            count += 1
+            (possible if match[4] == "P" else sure).setdefault(pair, set()).add((i, j))
+    pairs, distinct = [], 0
+    for pair in range(1, last + 1):
+        certain = sure.get(pair, set())
+        extra = possible.get(pair, set()) - certain
+        distinct += len(certain) + len(extra)
+        pairs.append(LinkedPair(first.get(pair, 0), tuple(sorted(certain)), tuple(sorted(extra)), id=pair))
+    return LinkFile(name, GoldFormat.blinker, tuple(pairs), count - distinct)
 
 
 def score_files(gold: LinkFile, predicted: LinkFile, *, ignore_possible: bool = False) -> AlignmentScores:
@@ -189,6 +234,55 @@ def score_files(gold: LinkFile, predicted: LinkFile, *, ignore_possible: bool = 
     )
 
 
+@dataclass(frozen=True)
+class CouplingDistances:
+    """Distances of predicted couplings from those that gold links stand for, pair by pair; null words included.
+
+    Attributes:
+        tv: total variation, in [0, 1].
+        w1: W1 when every word is at distance 1 from every other, on both sides: between ``tv`` and twice it.
+    """
+
+    tv: tuple[float, ...]
+    w1: tuple[float, ...]
+
+    def __str__(self) -> str:
+        """Means over pairs."""
+        tv, w1 = (sum(values) / len(values) for values in (self.tv, self.w1))
+        return f"couplings: TV {tv:.3f}  W1 {w1:.3f}  pairs {len(self.tv)}"
+
+
+def coupling_distances(
+    gold: LinkFile, predicted: LinkFile, *, ignore_possible: bool = False
+) -> CouplingDistances | None:
+    """How far the couplings of a file are from gold, where every predicted pair has one; None if none has.
+
+    Args:
+        gold: gold links; the files belong together, see :func:`score_files`.
+        predicted: lines of ``sinkformer align --format jsonl --couplings``.
+        ignore_possible: possible gold links carry no mass.
+
+    Raises:
+        FormatError: some lines have a coupling and others have none; a coupling without mass. Names file and line.
+    """
+    missing = [k for k, pair in enumerate(predicted.pairs) if pair.coupling is None]
+    if len(missing) == len(predicted.pairs):
+        return None
+    if missing:
+        raise FormatError(f"{predicted.where(missing[0])}: expected a coupling in every line, received a line without")
+    tv, w1 = [], []
+    for k, (wanted, found) in enumerate(zip(gold.pairs, predicted.pairs, strict=True)):
+        assert found.coupling is not None
+        n, m = (size - 1 for size in found.coupling.shape)
+        target = target_coupling(wanted.sure if ignore_possible else wanted.links, n, m)
+        try:
+            tv.append(coupling_tv(found.coupling, target))
+            w1.append(coupling_w1(found.coupling, target, *(1 - torch.eye(size + 1) for size in (n, m))))
+        except SinkformerError as error:
+            raise FormatError(f"{predicted.where(k)}: {error}") from None
+    return CouplingDistances(tuple(tv), tuple(w1))
+
+
 def _check_words(a: tuple[str, ...] | None, b: tuple[str, ...] | None, where: str, other: str) -> None:
     if a is None or b is None:
         return
@@ -214,6 +308,8 @@ def _guess(lines: Sequence[str]) -> GoldFormat:
     first = next((line for line in lines if line.strip()), "")
     if first.lstrip().startswith("{"):
         return GoldFormat.jsonl
+    if _BLINKER.fullmatch(first):
+        return GoldFormat.blinker
     columns = first.split("\t")
     if len(columns) == 1:
         return GoldFormat.pharaoh
@@ -276,7 +372,8 @@ class _Reader:
         # The aligner's links carry a confidence as third item.
         sure = _links(record, "links", 3) if "links" in record else _links(record, "sure", 2)
         possible = _links(record, "possible", 2) if "possible" in record else []
-        return replace(self._pair(number, sure, possible, *words), id=record.get("id"))
+        pair = self._pair(number, sure, possible, *words)
+        return replace(pair, id=record.get("id"), coupling=_coupling(record, pair.sizes))
 
     def _parsed(self, text: str) -> tuple[list[Link], list[Link]]:
         """Sure and possible links, as they are counted in the file."""
@@ -350,6 +447,22 @@ def _links(record: dict[str, Any], key: str, most: int) -> list[Link]:
         if not good or not all(type(confidence) in (int, float) and 0 <= confidence <= 1 for confidence in link[2:]):
             raise FormatError(f"expected links such as [0, 0] under {key!r}, received {_short(json.dumps(link))}")
     return [(link[0], link[1]) for link in links]
+
+
+def _coupling(record: dict[str, Any], sizes: tuple[int, int] | None) -> Tensor | None:
+    if "coupling" not in record:
+        return None
+    rows = record["coupling"]
+    try:
+        found = torch.tensor(rows, dtype=torch.float64)
+    except (TypeError, ValueError, OverflowError):
+        found = torch.zeros(0)
+    if found.dim() != 2 or (sizes is not None and found.shape != (sizes[0] + 1, sizes[1] + 1)):
+        wanted = "n + 1 rows of m + 1" if sizes is None else f"{sizes[0] + 1} rows of {sizes[1] + 1}"
+        raise FormatError(f"expected {wanted} numbers under 'coupling', null last, received {_short(json.dumps(rows))}")
+    if not bool(((found >= 0) & (found < torch.inf)).all()):
+        raise FormatError("expected masses >= 0 under 'coupling', received negative ones or no numbers")
+    return found
 
 
 def _short(text: str) -> str:

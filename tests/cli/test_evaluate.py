@@ -205,3 +205,25 @@ def test_html_without_words_shows_their_numbers(run, tmp_path):
     run("evaluate", tmp_path / "gold", tmp_path / "links", "--html", tmp_path / "page")
     page = Page((tmp_path / "page").read_text(encoding="utf-8"))
     assert [text for text in page.text if text.isdigit()] == ["0", "1", "0", "1", "2"]
+
+
+def test_couplings_of_align_are_measured_against_gold(run, tmp_path):
+    pairs, found, gold = tmp_path / "pairs.txt", tmp_path / "found.jsonl", tmp_path / "gold.jsonl"
+    pairs.write_bytes(b"the cat sat ||| the cat sat\na dog ||| a dog barked\n")
+    gold.write_text(
+        '{"source": ["the", "cat", "sat"], "target": ["the", "cat", "sat"], "sure": [[0, 0], [1, 1], [2, 2]]}\n'
+        '{"source": ["a", "dog"], "target": ["a", "dog", "barked"], "sure": [[0, 0], [1, 1]]}\n'
+    )
+    assert run("align", pairs, "--format", "jsonl", "--couplings", "-o", found).exit_code == 0
+    done = run("evaluate", gold, found)
+    assert done.exit_code == 0
+    line = done.stdout.splitlines()[1]
+    tv, w1 = (float(x) for x in re.fullmatch(r"couplings: TV (\S+)  W1 (\S+)  pairs 2", line).groups())
+    assert 0 < tv < 0.2
+    assert tv <= w1 <= 2 * tv
+    record = json.loads(run("evaluate", gold, found, "--json").stdout)
+    assert sum(record["couplings"]["tv"]) / 2 == pytest.approx(tv, abs=5e-4)
+    assert "couplings" not in json.loads(run("evaluate", gold, gold, "--json").stdout)
+    refused = run("align", pairs, "--couplings")
+    assert refused.exit_code == 2
+    assert "--couplings needs --format jsonl" in refused.stderr

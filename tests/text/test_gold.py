@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from sinkformer.errors import ConfigError, FormatError
 from sinkformer.metrics import score_alignments
 from sinkformer.text import documents
-from sinkformer.text.gold import GoldFormat, read_links, score_files
+from sinkformer.text.gold import GoldFormat, coupling_distances, read_links, score_files
 
 FOLDER = os.environ.get("SINKFORMER_ALIGNMENT_DATA")
 needs_data = pytest.mark.skipif(
@@ -128,7 +128,7 @@ def test_what_is_refused(text, message):
 
 
 def test_unknown_format():
-    with pytest.raises(ConfigError, match="pharaoh, jsonl, tsv, multimwa, received 'talp'"):
+    with pytest.raises(ConfigError, match="pharaoh, jsonl, tsv, multimwa, blinker, received 'talp'"):
         read("0-0", "talp")
 
 
@@ -226,3 +226,79 @@ def test_mutual_argmax_on_edinburgh(english):
     micro = found.micro
     shares = [micro.f1, micro.precision, micro.recall_gold, micro.aer, found.macro_f1, found.total_f1]
     np.testing.assert_allclose(100 * np.array(shares), [84.8, 94.9, 76.6, 15.2, 86.5, 80.8], atol=0.25)
+
+
+# Blinker ---------------------------------------------------------------------------------------------------------------
+
+
+def test_blinker_groups_its_lines_by_pair():
+    found = read("1 1 1\n1 2 3\n3 1 2\n")
+    assert found.format is GoldFormat.blinker
+    assert [pair.sure for pair in found.pairs] == [((0, 0), (1, 2)), (), ((0, 1),)]
+    assert [pair.id for pair in found.pairs] == [1, 2, 3]
+    assert (found.where(1), found.where(2)) == ("f: pair 2", "f:3")
+
+
+def test_blinker_marks_possible_links_and_null():
+    found = read("0001 1 1 S\n0001 2 2 P 0.5\n0001 1 1 P\n0001 0 4\n", "blinker")
+    assert (found.pairs[0].sure, found.pairs[0].possible, found.repeated) == (((0, 0),), ((1, 1),), 1)
+    same = read("0-0 1p1\n")
+    assert score_files(found, same).micro.f1 == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("1 1 1\n1 1\n", "f:2: expected 'pair source target', counted from one, and perhaps S or P, received '1 1'"),
+        ("0 1 1\n", "f:1: expected 'pair source target'"),
+        ("1 1 1\n1 x 1\n", "f:2: expected 'pair source target'"),
+        ("2 1 1\n1 1 1\n", "f:2: expected pairs in order, received pair 1 after 2"),
+        ("1 1 1\n999999999 1 1\n", "f:2: expected pairs in order, received pair 999999999 after 1"),
+    ],
+)
+def test_what_is_no_blinker(text, message):
+    with pytest.raises(FormatError) as caught:
+        read(text, "blinker")
+    assert str(caught.value).startswith(message)
+
+
+# Couplings -------------------------------------------------------------------------------------------------------------
+
+PAIR = '{"source": ["a", "b"], "target": ["c"], "links": [[0, 0]], "coupling": %s}\n'
+
+
+def test_the_distance_of_couplings():
+    gold = read('{"source": ["a", "b"], "target": ["c"], "sure": [[0, 0]]}\n' * 2)
+    # The gold coupling has masses 1/2 on (a, c) and (b, null): the first is right, the second takes half of a and c apart.
+    found = read(PAIR % "[[1, 0], [0, 1], [0, 0]]" + PAIR % "[[0.5, 0.5], [0, 1], [0.5, 0]]")
+    distances = coupling_distances(gold, found)
+    assert distances.tv == pytest.approx((0, 0.4))
+    # (a, c) 0.2, (a, null) 0.2, (b, null) 0.4, (null, c) 0.2: what moves changes one word only.
+    assert distances.w1 == pytest.approx((0, 0.4))
+    assert str(distances) == "couplings: TV 0.200  W1 0.200  pairs 2"
+    assert coupling_distances(gold, read("0-0\n0-0\n")) is None
+
+
+@pytest.mark.parametrize(
+    ("coupling", "message"),
+    [
+        ("[[1, 0], [0, 1]]", "f:1: expected 3 rows of 2 numbers under 'coupling', null last, received [[1, 0], [0, 1]]"),
+        ("[[1, 0], [0]]", "f:1: expected 3 rows of 2 numbers"),
+        ('"x"', "f:1: expected 3 rows of 2 numbers"),
+        ("[[1, 0], [0, -1], [0, 0]]", "f:1: expected masses >= 0"),
+        ("[[1, 0], [0, NaN], [0, 0]]", "f:1: expected masses >= 0"),
+    ],
+)
+def test_what_is_no_coupling(coupling, message):
+    with pytest.raises(FormatError) as caught:
+        read(PAIR % coupling)
+    assert str(caught.value).startswith(message)
+
+
+def test_a_coupling_in_every_line_or_in_none():
+    gold = read('{"source": ["a", "b"], "target": ["c"], "sure": [[0, 0]]}\n' * 2)
+    with pytest.raises(FormatError, match=r"^f:2: expected a coupling in every line"):
+        coupling_distances(gold, read(PAIR % "[[1, 0], [0, 1], [0, 0]]" + '{"links": []}\n'))
+    empty = read(PAIR % "[[0, 0], [0, 0], [0, 0]]" * 2)
+    with pytest.raises(FormatError, match=r"^f:1: expected mass on words"):
+        coupling_distances(gold, empty)
