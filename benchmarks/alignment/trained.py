@@ -14,20 +14,21 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.alignment import data
+from benchmarks.alignment.data import read
 from sinkformer import plots
-from sinkformer.metrics import coupling_tv, score_alignments, target_coupling
+from sinkformer.metrics import coupling_tv, target_coupling
 from sinkformer.text import Aligner
-from sinkformer.text.gold import LinkFile, read_links
+from sinkformer.text.gold import LinkFile
 from sinkformer.text.learned import AlignerRecipe, PairModelConfig, reliability, train_aligner
 
 UNTRAINED = ("argmax", "itermax", "balanced", "partial", "unbalanced")
@@ -35,10 +36,7 @@ UNTRAINED = ("argmax", "itermax", "balanced", "partial", "unbalanced")
 
 @dataclass(frozen=True)
 class Task:
-    """What is trained and what is scored.
-
-    A part is a set, or ``set[:1/2]`` or ``set[1/2:]`` for its first or second half. ``dev`` None: held out of the training pairs.
-    """
+    """What is trained and what is scored: parts as ``data.read`` takes them. ``dev`` None: held out of the training pairs."""
 
     train: tuple[str, ...]
     dev: str | None
@@ -76,13 +74,6 @@ TASKS = {
 }
 
 
-def read(part: str) -> LinkFile:
-    name, _, half = part.partition("[")
-    file = read_links(Path(os.environ["SINKFORMER_ALIGNMENT_DATA"]) / f"{name}.jsonl")
-    middle = len(file.pairs) // 2
-    return replace(file, pairs={"": file.pairs, ":1/2]": file.pairs[:middle], "1/2:]": file.pairs[middle:]}[half])
-
-
 def train(task: Task, seed: int, start: Path | None):
     return train_aligner(
         [read(part) for part in task.train],
@@ -97,14 +88,9 @@ def train(task: Task, seed: int, start: Path | None):
 
 def score(aligner: Aligner, test: LinkFile) -> dict[str, Any]:
     """Scores in percent; TV is that of the couplings with null words, in [0, 1]."""
-    pairs = [(list(p.source or ()), list(p.target or ())) for p in test.pairs]
+    pairs = data.texts(test)
     results = list(aligner.align(pairs))
-    found = score_alignments(
-        [r.links for r in results],
-        [p.sure for p in test.pairs],
-        [p.possible for p in test.pairs],
-        sizes=[(len(a), len(b)) for a, b in pairs],
-    )
+    found = data.scored(results, test)
     micro, interval = found.micro, found.bootstrap(1000, generator=torch.Generator().manual_seed(0))
     out = {
         name: round(100 * getattr(micro, name), 2)
@@ -121,9 +107,8 @@ def score(aligner: Aligner, test: LinkFile) -> dict[str, Any]:
 
 def draw_reliability(aligner: Aligner, test: LinkFile, path: Path) -> float:
     """Write the reliability diagram of all pairs of words; returns the expected calibration error."""
-    pairs = [(list(p.source or ()), list(p.target or ())) for p in test.pairs]
     confidences, gold = [], []
-    for result, p in zip(aligner.align(pairs), test.pairs, strict=True):
+    for result, p in zip(aligner.align(data.texts(test)), test.pairs, strict=True):
         links = torch.zeros_like(result.confidences)
         for i, j in p.links:
             links[i, j] = 1.0
@@ -178,8 +163,7 @@ def main() -> None:
     )
     parser.add_argument("--output", type=Path, help="add the records to this file")
     arguments = parser.parse_args()
-    if not os.environ.get("SINKFORMER_ALIGNMENT_DATA"):
-        sys.exit("skipped: set SINKFORMER_ALIGNMENT_DATA to the folder with the gold alignments")
+    data.require()
     if arguments.save and (len(arguments.tasks), len(arguments.seeds)) != (1, 1):
         parser.error("--save is for one task and one seed")
     if arguments.start and any(TASKS[name].start is None for name in arguments.tasks):

@@ -4,18 +4,14 @@ Reads gold alignments (JSON lines, one folder a set) from the folder in $SINKFOR
 set chooses the distortion, by AER; the second half is scored. The mean word vector that is subtracted: the shipped one,
 that of the texts of the first half, or none.
 
-    SINKFORMER_ALIGNMENT_DATA=... python benchmarks/alignment_multilingual.py
-    SINKFORMER_ALIGNMENT_DATA=... python benchmarks/alignment_multilingual.py --centre none --layer 6 --sets xlwa_enit/dev
+    SINKFORMER_ALIGNMENT_DATA=... python -m benchmarks.alignment.multilingual
+    SINKFORMER_ALIGNMENT_DATA=... python -m benchmarks.alignment.multilingual --centre none --layer 6 --sets xlwa_enit/dev
 """
 
 import argparse
-import os
-import sys
-from pathlib import Path
 
-from sinkformer.metrics import score_alignments
+from benchmarks.alignment import data
 from sinkformer.text import Aligner, TransformerEmbedder
-from sinkformer.text.gold import read_links
 
 SETS = tuple(f"xlwa_en{code}/dev" for code in ("it", "ru", "hu", "bg", "da", "es", "et", "nl", "pt", "sl"))
 DISTORTIONS = (0.0, 0.1, 0.2, 0.4, 0.8)
@@ -34,9 +30,8 @@ class Remembering:
         return [self.vectors[tuple(text)] for text in texts]
 
 
-def scores_of(aligner, pairs):
-    links = [r.links for r in aligner.align([(p.source, p.target) for p in pairs])]
-    return score_alignments(links, [p.sure for p in pairs], [p.possible for p in pairs]).micro
+def scores_of(aligner, gold):
+    return data.scored(list(aligner.align(data.texts(gold))), gold).micro
 
 
 def main() -> None:
@@ -46,23 +41,20 @@ def main() -> None:
     parser.add_argument("--centre", choices=("shipped", "fitted", "none"), default="shipped")
     parser.add_argument("--distortions", nargs="*", type=float, default=DISTORTIONS, help="candidates")
     arguments = parser.parse_args()
-    folder = os.environ.get("SINKFORMER_ALIGNMENT_DATA")
-    if not folder or not Path(folder).is_dir():
-        sys.exit("skipped: set SINKFORMER_ALIGNMENT_DATA to the folder with the gold alignments")
+    data.require()
     model = TransformerEmbedder("multi", layer=arguments.layer)
     embedder, centre = Remembering(model), model.centre if arguments.centre == "shipped" else None
     print(f"{embedder.settings}, centre: {arguments.centre}")
     print(f"{'set':<16}{'pairs':>6}{'distortion':>12}{'AER':>7}{'P':>7}{'R':>7}{'F1':>7}")
     for name in arguments.sets:
-        pairs = read_links(Path(folder) / f"{name}.jsonl").pairs
-        tuned, held = pairs[: len(pairs) // 2], pairs[len(pairs) // 2 :]
+        tuned, held = data.read(f"{name}[:1/2]"), data.read(f"{name}[1/2:]")
         aligners = [Aligner(embedder, distortion=d, centre=centre) for d in arguments.distortions]
         if arguments.centre == "fitted":
-            aligners = [a.fit_centre([text for p in tuned for text in (p.source, p.target)]) for a in aligners]
+            aligners = [a.fit_centre([text for p in tuned.pairs for text in (p.source, p.target)]) for a in aligners]
         best = min(aligners, key=lambda aligner: scores_of(aligner, tuned).aer)
         found = scores_of(best, held)
         shown = "".join(f"{100 * x:>7.1f}" for x in (found.aer, found.precision, found.recall_gold, found.f1))
-        print(f"{name:<16}{len(held):>6}{best.distortion:>12}{shown}", flush=True)
+        print(f"{name:<16}{len(held.pairs):>6}{best.distortion:>12}{shown}", flush=True)
 
 
 if __name__ == "__main__":

@@ -4,26 +4,19 @@ Reads gold alignments (JSON lines, one folder a set) from the folder in $SINKFOR
 micro-averaged; recall and F1 count sure and possible links as gold, AER is that of Och and Ney (2003). The
 defaults of ``Aligner`` were chosen on edinburgh/train with this script and its options.
 
-    SINKFORMER_ALIGNMENT_DATA=... python benchmarks/alignment_untrained.py
-    SINKFORMER_ALIGNMENT_DATA=... python benchmarks/alignment_untrained.py --sets edinburgh/train --limit 600 --layer 4
+    SINKFORMER_ALIGNMENT_DATA=... python -m benchmarks.alignment.untrained
+    SINKFORMER_ALIGNMENT_DATA=... python -m benchmarks.alignment.untrained --sets edinburgh/train --limit 600 --layer 4
 """
 
 import argparse
-import os
-import sys
 import time
-from pathlib import Path
+from dataclasses import replace
 
-from sinkformer.metrics import score_alignments
+from benchmarks.alignment import data
 from sinkformer.text import Aligner
-from sinkformer.text.gold import LinkedPair, read_links
 
 OPTIONS = ("layer", "method", "epsilon", "null_price", "distortion", "threshold")
 SETS = ("edinburgh/dev", "mtref/dev", "msr_rte/dev")
-
-
-def read(path: Path, limit: int) -> tuple[LinkedPair, ...]:
-    return read_links(path).pairs[:limit]
 
 
 def main() -> None:
@@ -36,21 +29,20 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=float)
     arguments = parser.parse_args()
     options = {name: getattr(arguments, name) for name in OPTIONS}
-    folder = os.environ.get("SINKFORMER_ALIGNMENT_DATA")
-    if not folder or not Path(folder).is_dir():
-        sys.exit("skipped: set SINKFORMER_ALIGNMENT_DATA to the folder with the gold alignments")
+    data.require()
     aligner = Aligner(**{name: value for name, value in options.items() if value is not None})
     aligner("warm", "up")
     print(f"settings {aligner('a', 'b').settings_hash}: {aligner!r}")
     print(f"{'set':<16}{'pairs':>6}{'F1':>7}{'P':>7}{'R':>7}{'AER':>7}{'pairs/s':>9}")
     for name in arguments.sets:
-        records = read(Path(folder) / f"{name}.jsonl", arguments.limit)
+        gold = data.read(name)
+        gold = replace(gold, pairs=gold.pairs[: arguments.limit])
         start = time.perf_counter()
-        results = list(aligner.align([(r.source, r.target) for r in records]))
-        speed = len(records) / (time.perf_counter() - start)
-        found = score_alignments([r.links for r in results], [r.sure for r in records], [r.possible for r in records])
-        scores = (found.micro.f1, found.micro.precision, found.micro.recall_gold, found.micro.aer)
-        print(f"{name:<16}{len(records):>6}{''.join(f'{100 * x:>7.1f}' for x in scores)}{speed:>9.1f}")
+        results = list(aligner.align(data.texts(gold)))
+        speed = len(gold.pairs) / (time.perf_counter() - start)
+        found = data.scored(results, gold).micro
+        scores = (found.f1, found.precision, found.recall_gold, found.aer)
+        print(f"{name:<16}{len(gold.pairs):>6}{''.join(f'{100 * x:>7.1f}' for x in scores)}{speed:>9.1f}")
 
 
 if __name__ == "__main__":
