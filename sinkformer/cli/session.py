@@ -60,6 +60,11 @@ def session(*, quiet: bool, debug: bool, stdout: bool = True) -> Iterator[None]:
                 raise
             say(f"error: {_sentence(error)}")
             raise typer.Exit(USAGE if isinstance(error, (ConfigError, DeviceError)) else FAILED) from None
+        except MemoryError:
+            if debug:
+                raise
+            say("error: out of memory; give shorter texts, or a smaller batch or problem")
+            raise typer.Exit(FAILED) from None
         except KeyboardInterrupt:
             say("interrupted")
             raise typer.Exit(FAILED) from None

@@ -253,7 +253,7 @@ class Aligner:
     def _checked(self, a: TextLike, b: TextLike) -> tuple[Words, Words]:
         """Words that the method has room for."""
         source, target = self._words(a, b)
-        most = getattr(self.method, "most_cells", None)
+        most = self.method.most_cells
         if most is not None and len(source) * len(target) > most:
             raise TextError(
                 f"the texts have {len(source)} x {len(target)} words, more than the {most} pairs the method "

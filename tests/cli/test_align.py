@@ -157,3 +157,17 @@ def test_a_reader_that_leaves(tmp_path):
     done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=300)
     assert done.stdout == "0-0 1-1\n"
     assert done.stderr == ""
+
+
+def test_out_of_memory_is_one_sentence(run, tmp_path, monkeypatch):
+    def fail(*arguments, **options):
+        raise MemoryError
+
+    monkeypatch.setattr("sinkformer.cli.working.Work.lines", fail)
+    pairs = tmp_path / "pairs.txt"
+    pairs.write_bytes(b"a ||| a\n")
+    done = run("align", pairs)
+    assert (done.exit_code, done.stderr) == (
+        1,
+        "error: out of memory; give shorter texts, or a smaller batch or problem\n",
+    )

@@ -12,7 +12,8 @@ SHARED = {"--model", "--layer", "--device", "--epsilon", "--null-price", "--thre
           "--strict", "--quiet", "-q", "--debug"}  # fmt: skip
 OPTIONS = {
     "couple": SHARED | {"--files", "--tokenized", "--format", "--plot", "--html"},
-    "align": SHARED | {"--src", "--tgt", "--raw", "--format", "--ids", "--couplings", "--output", "-o", "--resume", "--workers"},
+    "align": SHARED
+    | {"--src", "--tgt", "--raw", "--format", "--ids", "--couplings", "--output", "-o", "--resume", "--workers"},
     "distance": {
         *(
             "--files",

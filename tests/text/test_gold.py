@@ -282,7 +282,10 @@ def test_the_distance_of_couplings():
 @pytest.mark.parametrize(
     ("coupling", "message"),
     [
-        ("[[1, 0], [0, 1]]", "f:1: expected 3 rows of 2 numbers under 'coupling', null last, received [[1, 0], [0, 1]]"),
+        (
+            "[[1, 0], [0, 1]]",
+            "f:1: expected 3 rows of 2 numbers under 'coupling', null last, received [[1, 0], [0, 1]]",
+        ),
         ("[[1, 0], [0]]", "f:1: expected 3 rows of 2 numbers"),
         ('"x"', "f:1: expected 3 rows of 2 numbers"),
         ("[[1, 0], [0, -1], [0, 0]]", "f:1: expected masses >= 0"),

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from sinkformer import errors
 from sinkformer.metrics import coupling_tv, target_coupling
+from sinkformer.errors import TextError
 from sinkformer.text import Aligner, couple
 from sinkformer.text.embedders import CallableEmbedder
 from sinkformer.text.methods import METHODS, Argmax, Balanced, IterMax, Method, Partial, Unbalanced, as_method
@@ -232,6 +233,7 @@ class Watching:
     layers: tuple[int, ...] = (1, 2)
     name: str = "watching"
     null: bool = True
+    most_cells: int | None = None
     seen: list = field(default_factory=list)
 
     @property
@@ -272,3 +274,10 @@ def test_states_need_a_model_with_layers(table):
     for model in (table, CallableEmbedder(table)):
         with pytest.raises(errors.ConfigError, match="hidden layers"):
             Aligner(model, method=Watching())
+
+
+def test_a_method_says_how_large_a_pair_may_be(tiny_models):
+    aligner = Aligner(tiny_models / "bert", method=Watching(most_cells=4))
+    assert aligner("the cat", "a dog").converged
+    with pytest.raises(TextError, match="3 x 2 words, more than the 4 pairs the method 'watching' has room for"):
+        aligner("the cat sat", "a dog")

@@ -20,6 +20,7 @@ class Argmax:
     name = "argmax"
     null = True
     layers = ()
+    most_cells = None
 
     @property
     def settings(self) -> dict[str, Any]:

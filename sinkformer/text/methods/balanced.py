@@ -33,6 +33,7 @@ class Balanced:
     name = "balanced"
     null = False
     layers = ()
+    most_cells = None
 
     def __post_init__(self):
         """Check the options."""

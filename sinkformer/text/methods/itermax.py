@@ -36,6 +36,7 @@ class IterMax:
     name = "itermax"
     null = True
     layers = ()
+    most_cells = None
 
     def __post_init__(self):
         """Check the options."""

@@ -33,6 +33,7 @@ class Partial:
     name = "partial"
     null = True
     layers = ()
+    most_cells = None
 
     def __post_init__(self):
         """Check the options."""

@@ -105,6 +105,11 @@ class Method(Protocol):
         """Everything its results depend on besides the pair, JSON-able."""
         ...
 
+    @property
+    def most_cells(self) -> int | None:
+        """Largest n m of a pair it has room for; None: what the aligner has room for."""
+        ...
+
     def solve(self, pairs: list[EncodedPair]) -> list[Found]:
         """One ``Found`` for each pair; the pairs are of like sizes and fit in memory together.
 

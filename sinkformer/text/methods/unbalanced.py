@@ -39,6 +39,7 @@ class Unbalanced:
     name = "unbalanced"
     null = True
     layers = ()
+    most_cells = None
 
     def __post_init__(self):
         """Check the options."""
