@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sinkformer import errors
-from sinkformer.metrics import coupling_tv, target_coupling
 from sinkformer.errors import TextError
+from sinkformer.metrics import coupling_tv, target_coupling
 from sinkformer.text import Aligner, couple
 from sinkformer.text.embedders import CallableEmbedder
 from sinkformer.text.methods import METHODS, Argmax, Balanced, IterMax, Method, Partial, Unbalanced, as_method
