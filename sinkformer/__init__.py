@@ -23,9 +23,11 @@ from sinkformer.ops.dispatch import use_backend as use_backend
 from sinkformer.solutions import Solution as Solution
 from sinkformer.solutions import Status as Status
 from sinkformer.solvers import sinkhorn as sinkhorn
+from sinkformer.streamed.ranks import Shard as Shard
 
 if TYPE_CHECKING:
     from sinkformer import approximation as approximation
+    from sinkformer import attention as attention
     from sinkformer import evaluation as evaluation
     from sinkformer import interpolation as interpolation
     from sinkformer import losses as losses
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from sinkformer import testing as testing
     from sinkformer import text as text
     from sinkformer import training as training
+    from sinkformer.attention import SinkhornAttention as SinkhornAttention
     from sinkformer.metrics import W1Result as W1Result
     from sinkformer.metrics import w1 as w1
     from sinkformer.models import SinkhornTransformer as SinkhornTransformer
@@ -45,6 +48,7 @@ __version__ = _version("sinkformer")
 # Loaded when first asked for: they bring heavier imports.
 _ROOMS = (
     "approximation",
+    "attention",
     "evaluation",
     "interpolation",
     "losses",
@@ -56,6 +60,7 @@ _ROOMS = (
     "training",
 )
 _NAMES = {
+    "SinkhornAttention": "attention",
     "SinkhornTransformer": "models",
     "SinkhornTransformerConfig": "models",
     "W1Result": "metrics",

@@ -363,10 +363,17 @@ def translation(f: Tensor, g: Tensor, a: Tensor, b: Tensor, epsilon: Tensor, tau
     Returns:
         ``(B, 1)``.
     """
-    masses = [
-        torch.logsumexp(safe_log(w) - (1 - tau) / (tau * epsilon) * h, -1, keepdim=True)
-        for h, w, tau in ((f, a, taus[0]), (g, b, taus[1]))
-    ]
+    masses = log_mass(f, a, epsilon, taus[0]), log_mass(g, b, epsilon, taus[1])
+    return exchanged(masses, epsilon, taus)
+
+
+def log_mass(potential: Tensor, weights: Tensor, epsilon: Tensor, tau: float) -> Tensor:
+    """Log sum_i w_i exp(-h_i / rho), the mass that one penalty asks for, ``(B, 1)``."""
+    return torch.logsumexp(safe_log(weights) - (1 - tau) / (tau * epsilon) * potential, -1, keepdim=True)
+
+
+def exchanged(masses: tuple[Tensor, Tensor], epsilon: Tensor, taus: tuple[float, float]) -> Tensor:
+    """The constant of :func:`translation` from the logarithms of both masses."""
     return epsilon * (masses[0] - masses[1]) / ((1 - taus[1]) / taus[1] + 1 - taus[0])
 
 

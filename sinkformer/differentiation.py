@@ -31,12 +31,12 @@ class LinearSolve:
 
     Attributes:
         rtol: relative residual asked for.
-        compiled: whether the kernels of ``ops.cpu`` may be used.
+        kernels: the module that solved the problem, whose ``pull_back`` may be used; None for plain torch.
         conditioning: ``(B,)``, filled in with the smallest Ritz value of every solve, the smaller if there are several.
     """
 
     rtol: float = 0.0
-    compiled: bool = False
+    kernels: Any = None
     conditioning: Tensor | None = None
 
     def __post_init__(self):
@@ -68,9 +68,9 @@ class LinearSolve:
         on_g: Tensor,
     ) -> Tensor | None:
         """The derivative in the costs by the compiled kernel; None if it is not for it."""
-        if not self.compiled or bool(((a == 0) & (on_f != 0)).any()) or bool(((b == 0) & (on_g != 0)).any()):
+        if self.kernels is None or bool(((a == 0) & (on_f != 0)).any()) or bool(((b == 0) & (on_g != 0)).any()):
             return None
-        pull, residual, ritz = ops.cpu.pull_back(cost, a, b, epsilon, f, g, on_f, on_g, rtol=self.rtol)
+        pull, residual, ritz = self.kernels.pull_back(cost, a, b, epsilon, f, g, on_f, on_g, rtol=self.rtol)
         self.record(residual, ritz)
         return pull
 

@@ -53,6 +53,10 @@ class BackendError(SinkformerError, RuntimeError):
     """The engine that was asked for cannot solve the problem."""
 
 
+class DistributedError(SinkformerError, RuntimeError):
+    """A process of a group was lost, or processes that work together were asked for different things."""
+
+
 class ModelError(SinkformerError, RuntimeError):
     """A stored model cannot be loaded: missing, damaged, or not the one expected."""
 

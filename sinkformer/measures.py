@@ -167,6 +167,13 @@ class Measure:
         return mu
 
     @classmethod
+    def _part(cls, points: Tensor, weights: Tensor) -> Measure:
+        """Some atoms of a measure, perhaps none: their weights may have any sum."""
+        _check_pair(points, weights, least=0)
+        _check_nonnegative(weights)
+        return cls._trusted(_usable_points(points, weights), weights)
+
+    @classmethod
     def _without_points(cls, weights: Tensor) -> Measure:
         """Measure of given weights on points that carry no information."""
         _check_float("weights", weights)
@@ -400,22 +407,22 @@ def _check_float(name: str, t: Any) -> None:
         raise DTypeError(f"expected floating-point {name}, received {t.dtype}; convert with .float() or .double()")
 
 
-def _check_points(points: Any) -> None:
+def _check_points(points: Any, least: int = 1) -> None:
     _check_float("points", points)
     if points.dim() < 2:
         raise ShapeError(
             f"expected points of shape (*batch, n, d), received {tuple(points.shape)}; "
             f"for points on a line use x.unsqueeze(-1)"
         )
-    if points.shape[-2] < 1 or points.shape[-1] < 1:
+    if points.shape[-2] < least or points.shape[-1] < 1:
         raise ShapeError(
             f"expected at least one atom and one coordinate, received points of shape {tuple(points.shape)}; "
             f"an empty cloud is no probability measure"
         )
 
 
-def _check_pair(points: Any, weights: Any) -> None:
-    _check_points(points)
+def _check_pair(points: Any, weights: Any, least: int = 1) -> None:
+    _check_points(points, least)
     _check_float("weights", weights)
     if weights.dtype != points.dtype:
         raise DTypeError(f"expected points and weights of one dtype, received {points.dtype} and {weights.dtype}")

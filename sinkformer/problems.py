@@ -6,7 +6,7 @@ The arguments are checked; see ``solvers`` for the problem itself.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,12 +18,12 @@ from sinkformer.certificates import gap_bound, penalised_gap
 from sinkformer.costs import Matrix
 from sinkformer.differentiation import LinearSolve, conjugate, dual_value, implicit
 from sinkformer.feasibility import infeasible
+from sinkformer.ops import dispatch
 from sinkformer.ops.dispatch import Choice
 from sinkformer.solutions import Solution, Status
+from sinkformer.streamed.ranks import ALONE, Ranks
 from sinkformer.sweeps import LARGEST_COST, Loop
 
-# Tolerances below are beyond the sums of float32, whose problems the compiled kernels then solve in float64.
-_LEAST_IN_FLOAT32 = 2e-5
 # Compiled sweeps before Newton's method: at most so many, for small problems this times (min(n, m) - 1)^2, and never the
 # steps that Newton's method may need.
 _MOST_BEFORE_NEWTON, _PATIENCE, _NEWTON_STEPS = 4000, 16, 60
@@ -74,18 +74,25 @@ class _Flat:
     work: torch.dtype
 
     @property
+    def _ranks(self) -> Ranks:
+        """Whose rows the source is made of."""
+        return ALONE
+
+    @property
     def _hard(self) -> bool:
         return self.taus == (1.0, 1.0)
 
     def _normalised(self) -> Self:
         """Weights of sum one in float64: two totals that differ by the rounding of the inputs let the dual drift."""
-        a, b = (w / w.sum(-1, keepdim=True) for w in (self.a.to(self.epsilon.dtype), self.b.to(self.epsilon.dtype)))
-        return replace(self, a=a, b=b)
+        a, b, ranks = self.a.to(self.epsilon.dtype), self.b.to(self.epsilon.dtype), self._ranks
+        total = ranks.spread(ranks.collect(a.sum(-1, keepdim=True)))
+        return replace(self, a=a / total, b=b / b.sum(-1, keepdim=True))
 
     def _in_gauge(self, f: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
         """The pair with <a, f> = <b, g>."""
-        shift = ((self.a * f).sum(-1) - (self.b * g).sum(-1)).unsqueeze(-1) / 2
-        return f - shift, g + shift
+        ranks = self._ranks
+        shift = (ranks.collect((self.a * f).sum(-1)) - (self.b * g).sum(-1)).unsqueeze(-1) / 2
+        return f - ranks.spread(shift), g + shift
 
     def _enough(self, error: Tensor) -> Tensor:
         """Whether an error is as small as asked for; if all iterations are asked for, as small as by default."""
@@ -117,6 +124,10 @@ class Streamed(_Flat):
     """A flat batch whose matrices are never made."""
 
     costs: streamed.PairCosts
+
+    @property
+    def _ranks(self) -> Ranks:
+        return self.costs.ranks
 
     def solve(self, init: tuple[Tensor, Tensor] | None, engine: Choice, rtol: float) -> Solution:
         """Potentials, their quality and their derivatives; ``rtol`` is asked of the linear solves of the derivatives."""
@@ -164,9 +175,10 @@ class Stored(_Flat):
         """Potentials, their quality and their derivatives; ``rtol`` is asked of the linear solves of the derivatives."""
         inputs = (self.cost, self.a, self.b, self.epsilon)
         problem, graph = self, torch.is_grad_enabled() and any(t.requires_grad for t in inputs)
-        if engine.backend == "cpu":
+        kernels = dispatch.kernels(engine.backend)
+        if kernels is not None:
             with torch.no_grad():
-                outcome = self._compiled(init)
+                outcome = self._compiled(kernels, init)
             if graph:
                 problem, _ = self._normalised()._cleaned()
         else:
@@ -176,7 +188,7 @@ class Stored(_Flat):
                 outcome = problem._swept(init, annealing=annealing, unrolled=unrolled, engine=name)
             outcome = outcome._replace(codes=outcome.codes.masked_fill(nonfinite, int(Status.NONFINITE)))
 
-        how = LinearSolve(rtol, engine.backend == "cpu", torch.full_like(outcome.error, torch.nan))
+        how = LinearSolve(rtol, kernels, torch.full_like(outcome.error, torch.nan))
         arguments = (problem.cost, problem.a, problem.b, self.epsilon, outcome.f, outcome.g)
         if unrolled:
             outcome = outcome._replace(value=dual_value(*arguments, self.taus))
@@ -204,26 +216,26 @@ class Stored(_Flat):
         nonfinite = (live & unusable).flatten(1).any(-1)
         return replace(self, cost=cost.masked_fill(unusable | nonfinite.view(-1, 1, 1), 0.0)), nonfinite
 
-    def _compiled(self, init: tuple[Tensor, Tensor] | None) -> _Outcome:
+    def _compiled(self, kernels: Any, init: tuple[Tensor, Tensor] | None) -> _Outcome:
         """The kernels, and others for what they leave unsolved."""
         start = None if init is None else init[1]
         if self.tolerance == 0:
-            outcome = self._in_kernel(start, None)
+            outcome = self._in_kernel(kernels, start, None)
             enough = self._enough(outcome.error)
             return outcome._replace(codes=outcome.codes.masked_fill(enough, int(Status.CONVERGED)))
-        outcome = self._in_kernel(start, min(_MASKED_BUDGET, self.max_iterations))
+        outcome = self._in_kernel(kernels, start, min(_MASKED_BUDGET, self.max_iterations))
         if not outcome.codes.count_nonzero().item():
             return outcome
-        return self._normalised()._finished(outcome, start)
+        return self._normalised()._finished(kernels, outcome, start)
 
-    def _in_kernel(self, start: Tensor | None, masked_budget: int | None) -> _Outcome:
+    def _in_kernel(self, kernels: Any, start: Tensor | None, masked_budget: int | None) -> _Outcome:
         wide, most = self.epsilon.dtype, self.max_iterations
-        narrow = self.cost.dtype == self.work == torch.float32 and not 0 < self.tolerance < _LEAST_IN_FLOAT32
+        narrow = self.cost.dtype == self.work == torch.float32 and not 0 < self.tolerance < dispatch.LEAST_IN_FLOAT32
         # Newton's method needs some tens of steps whatever the size, a sweep costs the kernels next to nothing.
         handed_over = self.tolerance > 0 and min(self.cost.shape[1:]) <= semidual.MOST_ATOMS
         if handed_over:
             most = min(most - _NEWTON_STEPS if most > 2 * _NEWTON_STEPS else most, _MOST_BEFORE_NEWTON)
-        solved = ops.cpu.solve(
+        solved = kernels.solve(
             self.cost if narrow else self.cost.to(wide),
             self.a.to(wide),
             self.b.to(wide),
@@ -236,7 +248,7 @@ class Stored(_Flat):
         )
         return _Outcome(*solved)
 
-    def _finished(self, outcome: _Outcome, start: Tensor | None) -> _Outcome:
+    def _finished(self, kernels: Any, outcome: _Outcome, start: Tensor | None) -> _Outcome:
         """What the kernels left: problems without a solution, and absorbed sweeps with Newton's method for the others."""
         left = (outcome.codes == int(Status.MAX_ITERATIONS)).nonzero().flatten()
         # Couplings that do not exist: nothing is gained by iterating.
@@ -251,7 +263,7 @@ class Stored(_Flat):
         if self.max_iterations > _MASKED_BUDGET:
             stopped = left[(self.cost[left] == torch.inf).flatten(1).any(-1)]
             if len(stopped):
-                resumed = self._at(stopped)._in_kernel(None if start is None else start[stopped], None)
+                resumed = self._at(stopped)._in_kernel(kernels, None if start is None else start[stopped], None)
                 outcome = outcome.put(stopped, resumed)
             left = left[outcome.codes[left] == int(Status.MAX_ITERATIONS)]
         if not len(left):

@@ -14,24 +14,26 @@ zero, and unchanged when an atom is split. Gauge for couplings: <a, f> = <b, g>.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any, Literal, TypedDict
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import Unpack
 
 from sinkformer._numerics import marginal_tolerance, potential_dtype, working_dtype
 from sinkformer._typing import CostMatrix, PerProblem, Potential
-from sinkformer.costs import Cost, Matrix, SqEuclidean, as_cost
-from sinkformer.errors import ConfigError, DeviceError, DTypeError, NonFiniteError, ShapeError
+from sinkformer.costs import Cost, Matrix, NegativeDot, SqEuclidean, as_cost
+from sinkformer.errors import ConfigError, DeviceError, DTypeError, NonFiniteError, ShapeError, WeightError
 from sinkformer.measures import Measure, check_compatible
 from sinkformer.ops import dispatch
 from sinkformer.problems import Stored, Streamed
 from sinkformer.solutions import OnFailure, Solution, report
 from sinkformer.streamed import PairCosts
+from sinkformer.streamed.ranks import Ranks, Shard, fingerprint
 from sinkformer.sweeps import LARGEST_COST
 
 Gradient = Literal["implicit", "unrolled"]
@@ -53,7 +55,7 @@ class SinkhornOptions(TypedDict, total=False):
 
 
 def sinkhorn(
-    mu: Measure | Tensor,
+    mu: Measure | Tensor | Shard,
     nu: Measure | Tensor,
     *,
     cost: Cost | Tensor = SqEuclidean(),  # noqa: B008 - stateless
@@ -68,6 +70,7 @@ def sinkhorn(
     gradient: Gradient = "implicit",
     gradient_tolerance: float | None = None,
     on_failure: OnFailure = "warn",
+    process_group: dist.ProcessGroup | None = None,
 ) -> Solution:
     """Solve one entropic transport problem, or a batch of them, with the engine that suits it (``sinkformer.explain``).
 
@@ -94,6 +97,12 @@ def sinkhorn(
         gradient_tolerance: relative error asked of implicit derivatives of plan and potentials: the residual of their
             linear solve, and ten times the most that ``tolerance`` may be. By default that residual is ``tolerance``.
         on_failure: what a problem without convergence does: one warning naming the worst problem, an error, or nothing.
+        process_group: of ``torch.distributed``. Its processes solve one problem together: each passes its own rows of the
+            source as a ``Shard``, and all of them the same target, options and a cost of points without a mask. The memory
+            of each is O((n + m) d) for its own n. In the ``Solution`` f belongs to its rows; all else is that of the whole
+            problem, the same everywhere. Derivatives in the ``Shard`` belong to its rows, those in target and epsilon are
+            summed over the rows of all, so that every process has the whole of them; all must call ``backward`` on the
+            same function of value and g. First derivatives only.
 
     Returns:
         The ``Solution``.
@@ -105,26 +114,28 @@ def sinkhorn(
         NonFiniteError: the cost of a pair of atoms of positive weight is NaN, -inf or beyond 1e29, unless
             ``on_failure="ignore"``.
         ConvergenceError: not converged, with ``on_failure="raise"``.
+        DistributedError: a process of the group was lost, had an error of its own, or was asked for something else.
     """
-    return sinkhorn_and_costs(
-        mu,
-        nu,
-        cost=cost,
-        epsilon=epsilon,
-        mask=mask,
-        tau_a=tau_a,
-        tau_b=tau_b,
-        tolerance=tolerance,
-        max_iterations=max_iterations,
-        init=init,
-        annealing=annealing,
-        gradient=gradient,
-        gradient_tolerance=gradient_tolerance,
-        on_failure=on_failure,
-    )[0]
+    options: SinkhornOptions = {
+        "mask": mask,
+        "tau_a": tau_a,
+        "tau_b": tau_b,
+        "tolerance": tolerance,
+        "max_iterations": max_iterations,
+        "init": init,
+        "annealing": annealing,
+        "gradient": gradient,
+        "gradient_tolerance": gradient_tolerance,
+        "on_failure": on_failure,
+    }
+    if process_group is not None or isinstance(mu, Shard):
+        return _sharded(mu, nu, cost, epsilon, process_group, options)
+    return sinkhorn_and_costs(mu, nu, cost=cost, epsilon=epsilon, **options)[0]
 
 
-_DEFAULTS = {name: value for name, value in (sinkhorn.__kwdefaults__ or {}).items() if name != "cost"}
+_DEFAULTS = {
+    name: value for name, value in (sinkhorn.__kwdefaults__ or {}).items() if name not in ("cost", "process_group")
+}
 
 
 @dataclass(frozen=True)
@@ -165,6 +176,13 @@ class _Options:
         if self.on_failure not in ("warn", "raise", "ignore"):
             raise ConfigError(f"expected on_failure 'warn', 'raise' or 'ignore', received {self.on_failure!r}")
 
+    def accuracy(self, work: torch.dtype) -> tuple[float, float]:
+        """Marginal error to reach, and the residual asked of the linear solves of derivatives."""
+        tolerance = marginal_tolerance(work) if self.tolerance is None else self.tolerance
+        if self.gradient_tolerance is None:
+            return tolerance, tolerance
+        return min(tolerance, self.gradient_tolerance / 10), self.gradient_tolerance
+
 
 def sinkhorn_and_costs(
     mu: Measure | Tensor,
@@ -181,41 +199,136 @@ def sinkhorn_and_costs(
     check_compatible(mu, nu)
     asked = _Options(**{**_DEFAULTS, **options})
     scale, work = check_epsilon(epsilon, mu), working_dtype(mu.dtype)
-    tolerance = marginal_tolerance(work) if asked.tolerance is None else asked.tolerance
-    if asked.gradient_tolerance is not None:
-        tolerance = min(tolerance, asked.gradient_tolerance / 10)
-    rtol = tolerance if asked.gradient_tolerance is None else asked.gradient_tolerance
+    tolerance, rtol = asked.accuracy(work)
 
     mask, taus, unrolled = asked.mask, (float(asked.tau_a), float(asked.tau_b)), asked.gradient == "unrolled"
     from_points = mask is None and not isinstance(cost, Matrix)
-    engine = dispatch.choose(mu.device, taus, mu.n * nu.n, unrolled=unrolled, from_points=from_points)
+    engine = dispatch.choose(
+        dispatch.Asked(
+            device=mu.device,
+            n=mu.n,
+            m=nu.n,
+            taus=taus,
+            unrolled=unrolled,
+            from_points=from_points,
+            inner_products=from_points and type(cost) in (NegativeDot, SqEuclidean),
+            narrow=work == torch.float32,
+            tolerance=tolerance,
+        )
+    )
     init = None if asked.init is None else _check_init(asked.init, mu, nu, scale.dtype)
-    problem = {
-        "a": _flat(mu.weights, 1),
-        "b": _flat(nu.weights, 1),
-        "epsilon": _flat(scale, 0),
-        "taus": taus,
-        "tolerance": tolerance,
-        "max_iterations": asked.max_iterations,
-        "work": work,
-    }
+    problem = _problem(mu, nu, scale, asked)
     matrix = None
-    lowered = torch.is_autocast_enabled(mu.device.type)
-    with torch.autocast(mu.device.type, enabled=False) if lowered else nullcontext():
-        if engine.backend == "streamed":
-            solution = Streamed(costs=_pair_costs(mu, nu, cost, mask), **problem).solve(init, engine, rtol)
+    with _full_precision(mu):
+        if engine.backend in dispatch.SWEPT_BY:
+            costs = replace(_pair_costs(mu, nu, cost, mask), engine=dispatch.SWEPT_BY[engine.backend])
+            solution = Streamed(costs=costs, **problem).solve(init, engine, rtol)
         else:
             matrix = _cost_matrix(mu, nu, cost, mask)
             annealing = None if init is not None or unrolled else asked.annealing
             solution = Stored(cost=_flat(matrix, 2), **problem).solve(
                 init, engine, rtol, annealing=annealing, unrolled=unrolled
             )
-    batch = mu.batch_shape
-    if solution.codes.shape != batch:
-        solution = solution.map(lambda t: t.reshape((*batch, *t.shape[1:])))
+    solution = _batched(solution, mu)
     report(solution, asked.on_failure)
     kept = matrix if matrix is not None and matrix.requires_grad and not isinstance(cost, Matrix) else None
     return solution, kept
+
+
+def _problem(mu: Measure, nu: Measure, epsilon: Tensor, asked: _Options) -> dict[str, Any]:
+    """What engines of all kinds are told of a flat batch."""
+    work = working_dtype(mu.dtype)
+    return {
+        "a": _flat(mu.weights, 1),
+        "b": _flat(nu.weights, 1),
+        "epsilon": _flat(epsilon, 0),
+        "taus": (float(asked.tau_a), float(asked.tau_b)),
+        "tolerance": asked.accuracy(work)[0],
+        "max_iterations": asked.max_iterations,
+        "work": work,
+    }
+
+
+def _full_precision(mu: Measure) -> AbstractContextManager:
+    """Autocast switched off, if it is on."""
+    lowered = torch.is_autocast_enabled(mu.device.type)
+    return torch.autocast(mu.device.type, enabled=False) if lowered else nullcontext()
+
+
+def _batched(solution: Solution, mu: Measure) -> Solution:
+    """With the batch axes of the measures."""
+    batch = mu.batch_shape
+    return solution if solution.codes.shape == batch else solution.map(lambda t: t.reshape((*batch, *t.shape[1:])))
+
+
+def _sharded(
+    mu: Any, nu: Any, cost: Cost | Tensor, epsilon: float | PerProblem, group: Any, options: SinkhornOptions
+) -> Solution:
+    """:func:`sinkhorn` over the ranks of a group."""
+    ranks = Ranks.of(group)
+    with ranks.agreed() as terms:
+        cost, asked, engine = as_cost(cost), _Options(**options), dispatch.sharded(ranks.count)
+        _check_sharded(mu, nu, cost, asked)
+        rows = Measure._part(mu.points, mu.weights)
+        check_compatible(rows, nu)
+        scale = check_epsilon(epsilon, rows)
+        init = None if asked.init is None else _check_init(asked.init, rows, nu, scale.dtype)
+        with torch.no_grad(), _full_precision(rows):
+            cost(rows.points[..., :1, :], nu.points)
+        terms.update(_terms(rows, nu, cost, scale, asked))
+    (mass,) = ranks.total(rows.weights.detach().sum(-1, dtype=scale.dtype).flatten())
+    if not bool(((mass > 0) & mass.isfinite()).all()):
+        raise WeightError(
+            f"expected weights of which the sum over all ranks is positive and finite, received {mass.tolist()}; "
+            f"give at least one atom a positive weight"
+        )
+    with _full_precision(rows):
+        costs = replace(_pair_costs(rows, nu, cost, None), ranks=ranks)
+        rtol = asked.accuracy(working_dtype(rows.dtype))[1]
+        solution = Streamed(costs=costs, **_problem(rows, nu, scale, asked)).solve(init, engine, rtol)
+    solution = _batched(solution, rows)
+    report(solution, asked.on_failure)
+    return solution
+
+
+def _check_sharded(mu: Any, nu: Any, cost: Cost, asked: _Options) -> None:
+    """Raise for what cannot be solved over several processes."""
+    if not isinstance(mu, Shard):
+        raise DTypeError(
+            f"expected the source as a Shard with process_group, received {type(mu).__name__}; pass the rows of this "
+            f"process as Shard(points, weights), or Shard.of(mu, process_group) if every process has the whole measure"
+        )
+    if not isinstance(nu, Measure):
+        raise DTypeError(f"expected the whole target as a Measure on every rank, received {type(nu).__name__}")
+    if asked.mask is not None or isinstance(cost, Matrix):
+        raise ConfigError(
+            "expected a cost of points without a mask with process_group, received a matrix or a mask; nothing of size "
+            "n x m is stored there: write a Cost, which may return inf where a pair is not allowed"
+        )
+    if asked.gradient == "unrolled":
+        raise ConfigError(
+            "expected gradient 'implicit' with process_group, received 'unrolled', which stores every sweep"
+        )
+
+
+def _terms(rows: Measure, nu: Measure, cost: Cost, epsilon: Tensor, asked: _Options) -> dict[str, Any]:
+    """What all ranks must have been given alike."""
+    kind = f"{type(cost).__module__}.{type(cost).__qualname__}"
+    inputs = (rows.points, rows.weights, nu.points, nu.weights, epsilon)
+    options = {name: getattr(asked, name) for name in SinkhornOptions.__annotations__ if name not in ("mask", "init")}
+    return {
+        "dtype": rows.dtype,
+        "device type": rows.device.type,
+        "batch shape": tuple(rows.batch_shape),
+        "dimension of the source": rows.d,
+        "shape of the target": tuple(nu.points.shape),
+        "cost": kind if type(cost).__repr__ is object.__repr__ else f"{kind}: {cost!r}",
+        "epsilon": epsilon.tolist(),
+        **options,
+        "target (a fingerprint)": fingerprint(nu.points, nu.weights),
+        "init (a fingerprint of g)": None if asked.init is None else fingerprint(asked.init[1]),
+        "choice of what requires a gradient": torch.is_grad_enabled() and [t.requires_grad for t in inputs],
+    }
 
 
 def as_measure(mu: Measure | Tensor) -> Measure:
@@ -315,4 +428,6 @@ def _check_init(init: Any, mu: Measure, nu: Measure, dtype: torch.dtype) -> tupl
 
 def _flat(t: Tensor, axes: int) -> Tensor:
     """With one batch axis before the last ``axes``."""
-    return t if t.dim() == axes + 1 else t.reshape(-1, *t.shape[t.dim() - axes :])
+    if t.dim() == axes:
+        return t.unsqueeze(0)
+    return t if t.dim() == axes + 1 else t.flatten(0, t.dim() - axes - 1)

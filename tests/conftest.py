@@ -4,6 +4,9 @@ import os
 
 # Also for the programs that tests start, one for each core at a time. Before torch, which reads it when imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Where there is no GPU the Triton kernels run in their interpreter, on the CPU: read by triton when it is imported.
+if not os.path.exists("/dev/nvidiactl"):
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import hypothesis
 import pytest

@@ -1,6 +1,8 @@
 """The benchmark harness: a wrong measure would make every figure of docs/performance.md wrong."""
 
 import json
+import os
+import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -14,6 +16,9 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # the benchmarks are not part of the package that is installed
 
 from benchmarks import harness, peers, problems, report, sinkhorn, suites  # noqa: E402
+from benchmarks.gpu import cards, predictions  # noqa: E402
+from benchmarks.gpu import problems as gpu_problems  # noqa: E402
+from benchmarks.gpu import solvers as gpu_solvers  # noqa: E402
 from benchmarks.problems import Answer  # noqa: E402
 
 BUDGET = harness.Budget(rounds=2, once=0.0, call=5.0, tuning=5.0)
@@ -301,3 +306,51 @@ def test_quick_run_from_the_command_line(tmp_path, monkeypatch):
     text = page.read_text()
     assert "batch of 6" in text
     assert "--quick" in text
+
+
+# The GPU benchmark -----------------------------------------------------------------------------------------------------
+
+
+def test_the_bound_is_that_of_the_busiest_unit():
+    card = cards.Card("X", bandwidth=100.0, float32=10.0, tf32=20.0, bf16=40.0, exponentials=5.0, cache=1.0)
+    work = cards.Work(flops=40.0, exponentials=10.0, bytes=100.0, products="tf32")
+    assert work.bound(card) == (2.0, "tf32 products")
+    assert (work * 3).bound(card) == (6.0, "tf32 products")
+    assert cards.Work(bytes=100.0).bound(card) == (1.0, "memory")
+    assert cards.stored_sweep(10, 20, 2) == cards.Work(800.0, 0.0, 400.0)
+
+
+def test_the_page_has_the_predictions_of_the_script():
+    page = (ROOT / "docs" / "gpu.md").read_text()
+    assert predictions.table() in page
+
+
+def test_the_gpu_problems_are_what_they_say():
+    data = gpu_problems.clouds([(5, 7), (6, 3)], 4, 0.1, torch.device("cpu"))
+    assert (data.a > 0).sum(-1).tolist() == [5, 6]
+    assert data.a.sum(-1).tolist() == pytest.approx([1, 1])
+    one = data.at(1)
+    assert one.costs().shape == (1, 6, 3)
+    assert float(one.epsilon[0]) == pytest.approx(0.1 * float(one.costs().max() - one.costs().min()), rel=1e-5)
+    f, g = gpu_solvers.plain_torch(400).run(data)
+    assert data.error(f, g) < 1e-4
+    assert data.error(f + 1, g) > 0.1
+    assert data.error(f * float("nan"), g) == float("inf")
+
+
+@pytest.mark.slow
+def test_the_gpu_script_rehearses(tmp_path):
+    out = tmp_path / "rows.json"
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.gpu", "--rehearse", "--json", out],
+        cwd=ROOT,
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads(out.read_text())
+    ours = [row for row in rows if row["name"].startswith(("sinkformer", "triton"))]
+    assert len(ours) >= 12
+    assert not [row for row in ours if row["note"]]

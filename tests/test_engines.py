@@ -14,17 +14,18 @@ from sinkformer import Coupling, Measure, ops, sinkhorn, streamed, sweeps, use_b
 from sinkformer.costs import NegativeDot, SqEuclidean, forbid
 from sinkformer.errors import BackendError, ConfigError, DTypeError
 from sinkformer.ops import cpu, dispatch
-from sinkformer.ops.dispatch import BACKENDS, MOST_STORED, choose
+from sinkformer.ops.dispatch import BACKENDS, MOST_STORED, Asked, choose
 
-CPU, COUPLING, PENALISED = torch.device("cpu"), (1.0, 1.0), (0.9, 0.7)
-SMALL = {"unrolled": False, "from_points": True}
+CPU, PENALISED = torch.device("cpu"), (0.9, 0.7)
+CUDA = torch.device("cuda")
 NO_NUMBA = "numba cannot be imported"
 
 needs_numba = pytest.mark.skipif(cpu.unavailable() is not None, reason="the compiled kernels need numba, extra [fast]")
 CPU_ENGINE = pytest.param("cpu", marks=needs_numba)
+ON_ANY = [backend for backend in BACKENDS[1:] if not backend.startswith("triton")]
 # The compiled kernels solve couplings only; the reference is what the others are compared with.
 of_couplings = pytest.mark.parametrize("backend", [CPU_ENGINE, "absorbed", "streamed"])
-of_all = pytest.mark.parametrize("backend", [CPU_ENGINE, *BACKENDS[1:]])
+of_all = pytest.mark.parametrize("backend", [CPU_ENGINE, *ON_ANY])
 of_penalised = pytest.mark.parametrize("backend", ["absorbed", "streamed"])
 
 
@@ -188,25 +189,85 @@ def test_the_conditioning_is_filled_in_by_the_backward_pass(backend, epsilon, ge
 # The choice ----------------------------------------------------------------------------------------------------------
 
 
+def asked(device=CPU, n=3, m=4, **changes) -> Asked:
+    return Asked(device=device, n=n, m=m, **{"from_points": True, **changes})
+
+
+MANY = {"n": 1, "m": MOST_STORED + 1}
+
+
 @pytest.mark.parametrize(
-    ("device", "taus", "pairs", "changes", "backend", "reason"),
+    ("problem", "backend", "reason"),
     [
-        pytest.param(CPU, COUPLING, 12, {}, "cpu", "couplings on the CPU, and numba is there", marks=needs_numba),
-        (CPU, PENALISED, 12, {}, "absorbed", "not cpu: the compiled kernels solve couplings"),
-        (torch.device("cuda"), COUPLING, 12, {}, "absorbed", "not cpu: .* the measures are on cuda"),
-        (CPU, COUPLING, MOST_STORED + 1, {}, "streamed", f"{MOST_STORED + 1} pairs in one problem are more than"),
-        (torch.device("cuda"), PENALISED, MOST_STORED + 1, {}, "streamed", "more than"),
-        pytest.param(CPU, COUPLING, MOST_STORED, {}, "cpu", "", marks=needs_numba),
-        pytest.param(CPU, COUPLING, MOST_STORED + 1, {"from_points": False}, "cpu", "", marks=needs_numba),
-        (CPU, COUPLING, 12, {"unrolled": True}, "reference", "differentiates the log-domain sweeps"),
-        (CPU, COUPLING, MOST_STORED + 1, {"unrolled": True}, "reference", "differentiates the log-domain sweeps"),
+        pytest.param(asked(), "cpu", "couplings on the CPU, and numba is there", marks=needs_numba),
+        (asked(taus=PENALISED), "absorbed", "not cpu: the compiled kernels solve couplings"),
+        (asked(**MANY), "streamed", f"{MOST_STORED + 1} pairs in one problem are more than"),
+        (asked(CUDA, taus=PENALISED, **MANY), "streamed", "more than"),
+        pytest.param(asked(n=1, m=MOST_STORED), "cpu", "", marks=needs_numba),
+        pytest.param(asked(from_points=False, **MANY), "cpu", "", marks=needs_numba),
+        (asked(unrolled=True), "reference", "differentiates the log-domain sweeps"),
+        (asked(unrolled=True, **MANY), "reference", "differentiates the log-domain sweeps"),
     ],
 )
-def test_the_problem_chooses_its_engine(device, taus, pairs, changes, backend, reason):
-    choice = choose(device, taus, pairs, **{**SMALL, **changes})
+def test_the_problem_chooses_its_engine(problem, backend, reason):
+    choice = choose(problem)
     assert choice.backend == backend
     with pytest.raises(AssertionError, match=f"^{backend}: .*{reason}"):
         raise AssertionError(str(choice))
+
+
+LARGE = {"n": 10_000, "m": 10_000, "inner_products": True, "narrow": True}
+
+
+@pytest.mark.parametrize(
+    ("problem", "backend", "reason"),
+    [
+        (asked(CUDA), "triton_small", "3 x 4 atoms fit on the chip"),
+        (asked(CUDA, from_points=False, narrow=True), "triton_small", "fit on the chip"),
+        (asked(CUDA, taus=PENALISED), "absorbed", "not triton: the kernels on the chip solve couplings"),
+        (asked(CUDA, unrolled=True), "reference", ""),
+        (asked(CUDA, **LARGE), "triton_stored", "takes 191 MiB in bfloat16"),
+        (asked(CUDA, **{**LARGE, "m": 30_000}), "triton_streamed", "a stored kernel would take 572 MiB"),
+        (asked(CUDA, taus=PENALISED, **LARGE), "triton_streamed", "penalised"),
+        (asked(CUDA, unrolled=True, **LARGE), "reference", ""),
+        (asked(CUDA, **{**LARGE, "tolerance": 1e-6}), "absorbed", "beyond sums in float32"),
+        (asked(CUDA, **{**LARGE, "tolerance": 0.0}), "triton_stored", ""),
+        (asked(CUDA, **{**LARGE, "narrow": False}), "absorbed", "float64 throughout"),
+        (asked(CUDA, **{**LARGE, "m": 100_000, "narrow": False}), "streamed", "more than"),
+        (asked(CUDA, **{**LARGE, "inner_products": False}), "absorbed", "must be NegativeDot or SqEuclidean"),
+        (asked(CUDA, **{**LARGE, "n": 500, "m": 500}), "absorbed", "250000 pairs are fewer than"),
+    ],
+)
+def test_a_gpu_has_engines_of_its_own(problem, backend, reason, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    monkeypatch.setattr(dispatch.triton, "_import_triton", lambda: None)
+    monkeypatch.setattr(dispatch, "_free_bytes", lambda device: 2**29)
+    choice = choose(problem)
+    assert choice.backend == backend
+    assert reason in choice.reason
+
+
+def test_on_a_gpu_without_triton_plain_torch_runs_and_says_why(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    monkeypatch.setitem(sys.modules, "triton", None)
+    monkeypatch.setattr(dispatch.triton, "_found", False)
+    monkeypatch.setattr(dispatch.triton, "_missing", None)
+    for problem in (asked(CUDA), asked(CUDA, **LARGE)):
+        choice = choose(problem)
+        assert choice.backend == "absorbed"
+        assert "not triton: triton cannot be imported" in choice.reason
+        assert "pip install 'sinkformer[gpu]'" in choice.reason
+    with use_backend("triton_small"), pytest.raises(BackendError, match="triton cannot be imported"):
+        choose(asked(CUDA))
+
+
+def test_kernels_for_a_gpu_are_not_chosen_for_the_cpu_nor_in_their_interpreter(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert choose(asked(**LARGE)).backend in ("cpu", "absorbed")
+    assert "for tests" in choose(asked(CUDA)).reason
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    with use_backend("triton_small"), pytest.raises(BackendError, match="run on CUDA devices, the measures are on cpu"):
+        choose(asked())
 
 
 def test_large_problems_of_points_are_streamed_and_masked_ones_are_not(monkeypatch, generator):
@@ -238,7 +299,7 @@ def test_an_engine_that_cannot_solve_the_problem_says_why_and_is_not_replaced(ba
 
 def test_the_kernels_refuse_other_devices():
     with use_backend("cpu"), pytest.raises(BackendError, match="run on the CPU, the measures are on cuda:1"):
-        choose(torch.device("cuda", 1), COUPLING, 4, **SMALL)
+        choose(asked(torch.device("cuda", 1)))
 
 
 @pytest.fixture
@@ -268,24 +329,24 @@ def test_warm_up_returns_seconds():
 
 
 def forced() -> str:
-    return choose(CPU, PENALISED, 4, **SMALL).reason
+    return choose(asked(taus=PENALISED)).reason
 
 
 def chosen() -> str:
-    return choose(CPU, PENALISED, 4, **SMALL).backend
+    return choose(asked(taus=PENALISED)).backend
 
 
 def test_blocks_are_nested_and_end():
-    free = choose(CPU, PENALISED, 4, **SMALL)
+    free = choose(asked(taus=PENALISED))
     with use_backend("reference"):
         assert chosen() == "reference"
         with use_backend("streamed"):
             assert chosen() == "streamed"
             with use_backend(None):
-                assert choose(CPU, PENALISED, 4, **SMALL) == free
+                assert choose(asked(taus=PENALISED)) == free
             assert chosen() == "streamed"
         assert (chosen(), forced()) == ("reference", "asked for by use_backend")
-    assert choose(CPU, PENALISED, 4, **SMALL) == free
+    assert choose(asked(taus=PENALISED)) == free
 
 
 def test_a_block_ends_with_an_exception():
@@ -318,7 +379,7 @@ def test_a_block_is_of_its_thread():
 
 @pytest.mark.parametrize("name", ["numba", "CPU", "", 3])
 def test_an_unknown_name_is_refused(name):
-    with pytest.raises(ConfigError, match="a backend of cpu, absorbed, streamed, reference or None"):
+    with pytest.raises(ConfigError, match=r"a backend of cpu, absorbed, streamed, reference, triton_small, .* or None"):
         with use_backend(name):
             raise AssertionError
     assert chosen() == "absorbed"

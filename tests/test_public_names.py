@@ -29,6 +29,8 @@ PACKAGE = {
     "Matrix",
     "Measure",
     "NegativeDot",
+    "Shard",
+    "SinkhornAttention",
     "SinkhornTransformer",
     "SinkhornTransformerConfig",
     "Solution",
@@ -36,6 +38,7 @@ PACKAGE = {
     "Status",
     "W1Result",
     "approximation",
+    "attention",
     "costs",
     "errors",
     "evaluation",
@@ -74,6 +77,7 @@ ROOMS = {
         "DTypeError",
         "DatasetError",
         "DeviceError",
+        "DistributedError",
         "FormatError",
         "GradientWarning",
         "InfeasibleError",
@@ -89,7 +93,7 @@ ROOMS = {
         "TextWarning",
         "WeightError",
     },
-    dispatch: {"Choice", "choose", "explain", "use_backend"},
+    dispatch: {"Asked", "Choice", "choose", "explain", "kernels", "sharded", "use_backend"},
     cpu: {"Solved", "pull_back", "solve", "unavailable", "warm_up"},
     losses: {"entropic_w1", "fenchel_young", "kl", "total_variation"},
     measures: {"Measure", "check_compatible", "select"},
@@ -155,6 +159,13 @@ MEMBERS = {
 
 # Rooms that are folders: what they export.
 FOLDERS = {
+    "attention": {
+        "AttentionPlan",
+        "SinkhornAttention",
+        "attention_plan",
+        "replace_attention",
+        "sinkhorn_attention",
+    },
     "approximation": {"Approximation", "Factors", "Ledger", "Partition", "Step", "Table", "build"},
     "evaluation": {
         "Attack",
@@ -298,7 +309,7 @@ def test_parameters_of_the_main_functions():
 
     options = ["mask", "tau_a", "tau_b", "tolerance", "max_iterations", "init", "annealing", "gradient"]
     options += ["gradient_tolerance", "on_failure"]
-    assert parameters(sf.sinkhorn) == ["mu", "nu", "cost", "epsilon", *options]
+    assert parameters(sf.sinkhorn) == ["mu", "nu", "cost", "epsilon", *options, "process_group"]
     assert list(solvers.SinkhornOptions.__annotations__) == options
     assert parameters(sf.Coupling.solve) == ["mu", "nu", "cost", "epsilon", "features", "maps", "options"]
     assert parameters(sf.Coupling.sample) == ["self", "k", "generator"]

@@ -33,16 +33,23 @@ A2, B2 = tensor(0.5, 0.5), tensor(0.3, 0.7)
 M2 = tensor([0.0, 1.0], [1.0, 0.0])
 OPTIMAL = tensor([0.3, 0.2], [0.0, 0.5])
 
+# The engines for every problem, and that for small ones, which runs in triton's interpreter; those for large ones have costs
+# of points only, see test_triton_large.py.
+ENGINES = [name for name in BACKENDS if name not in ("triton_stored", "triton_streamed")]
 PENALISED = "the compiled kernels solve couplings only"
+TOO_LARGE = "the kernels on the chip have room for 128 atoms a side"
+TOO_MANY = "thousands of solves, a minute and more in triton's interpreter"
 UNROLLED = "only the log-domain sweeps are differentiated themselves"
 FIRST_ORDER = "streamed derivatives are first derivatives"
 
 
-@pytest.fixture(autouse=True, params=BACKENDS)
+@pytest.fixture(autouse=True, params=ENGINES)
 def engine(request, monkeypatch):
     """Solves everything with one engine, and asserts that it did; with None the engine is chosen by the problem."""
     if request.param == "cpu":
         pytest.importorskip("numba", reason="the compiled kernels need numba, extra [fast]")
+    if request.param == "triton_small":
+        pytest.importorskip("triton", reason="the GPU kernels need triton, extra [gpu]")
 
     def checked(solution, on_failure):
         assert request.param in (None, solution.engine.backend)
@@ -55,8 +62,8 @@ def engine(request, monkeypatch):
 
 def without(**reasons):
     """On all engines but those named, which cannot solve the problem, with the reason."""
-    assert set(reasons) <= set(BACKENDS)
-    return pytest.mark.parametrize("engine", [name for name in BACKENDS if name not in reasons], indirect=True)
+    assert set(reasons) <= set(ENGINES)
+    return pytest.mark.parametrize("engine", [name for name in ENGINES if name not in reasons], indirect=True)
 
 
 def violation(p, a, b):
@@ -148,6 +155,7 @@ def test_07_every_problem_carries_its_numbers_and_can_be_rounded():
     assert violation(pi.rounded().to_dense()[1], A2, B2) < 1e-15
 
 
+@without(triton_small=TOO_LARGE)
 def test_08_the_tolerance_is_the_l1_violation_of_both_marginals(generator):
     # Where the tolerance is a Euclidean norm, it shrinks with the number of atoms and stops at once.
     mu, nu = (Measure.uniform(torch.rand(300, 2, generator=generator, dtype=torch.float64)) for _ in range(2))
@@ -254,6 +262,7 @@ def test_19_different_masses_are_refused():
     assert torch.equal(normalized.weights, B2)
 
 
+@without(triton_small=TOO_LARGE)
 def test_19_sums_of_float32_weights_need_not_be_exact(generator):
     mu = Measure.normalized(torch.rand(1000, 1, generator=generator), torch.rand(1000, generator=generator))
     nu = Measure.uniform(torch.rand(777, 1, generator=generator))
@@ -278,7 +287,7 @@ def test_20_a_causal_mask_with_uniform_marginals_leaves_the_identity_only():
         sinkhorn(early, late, cost=zeros, mask=future, epsilon=1.0)
 
 
-@without(cpu=PENALISED)
+@without(cpu=PENALISED, triton_small=PENALISED)
 def test_20_one_constraint_alone_makes_causal_attention():
     n = 4
     future = forbid(torch.ones(n, n).triu(1).bool(), dtype=torch.float64)
@@ -356,6 +365,7 @@ def test_24_a_cost_of_another_size_is_named(shape):
         sinkhorn(weights, weights, cost=torch.zeros(shape, dtype=torch.float64), epsilon=0.1)
 
 
+@without(triton_small=TOO_MANY)
 def test_26_the_gradient_of_a_plan_passes_gradcheck(generator):
     a = random_weights(2, 5, generator=generator)
     cost = torch.rand(2, 5, 5, generator=generator, dtype=torch.float64, requires_grad=True)
@@ -383,7 +393,7 @@ def test_27_29_the_gradient_of_the_value_is_the_plan_once(generator):
     assert float((found * direction).sum()) == pytest.approx(float(ahead - behind) / 2e-5, rel=1e-6)
 
 
-@without(cpu=PENALISED)
+@without(cpu=PENALISED, triton_small=PENALISED)
 @pytest.mark.parametrize("taus", [(0.9, 0.9), (0.5, 1.0)])
 def test_29_the_gradient_of_an_unbalanced_value_is_its_plan(taus, generator):
     mu, nu = random_measure(5, generator=generator), random_measure(4, generator=generator)
@@ -484,7 +494,7 @@ def test_34_gradients_stay_bounded_by_one_over_epsilon(generator):
 
 
 @pytest.mark.parametrize(
-    ("engine", "gradient"), [(name, "implicit") for name in BACKENDS] + [("reference", "unrolled")], indirect=["engine"]
+    ("engine", "gradient"), [(name, "implicit") for name in ENGINES] + [("reference", "unrolled")], indirect=["engine"]
 )
 def test_36_every_temporary_lives_where_the_inputs_live(gradient, generator):
     mu, nu = random_measure(2, 3, generator=generator), random_measure(2, 4, generator=generator)
@@ -537,7 +547,7 @@ def test_39_the_cost_without_entropy_lies_in_a_certified_interval(epsilon, gener
     assert above - exact <= epsilon * entropy + 1e-9
 
 
-@without(cpu=PENALISED)
+@without(cpu=PENALISED, triton_small=PENALISED)
 @pytest.mark.parametrize("rho", [1.0, 100.0])
 def test_38_strong_penalties_do_not_upset_the_unbalanced_problem(rho):
     a, b, epsilon = tensor(0.3, 0.7), tensor(0.7, 0.3), 0.01

@@ -35,6 +35,7 @@ from sinkformer.testing import random_measure
 from sinkformer.training import History, Muon, Recipe, fenchel_young, fit
 from sinkformer.training.batches import Batch, batches
 from sinkformer.training.objective import logits_of
+from sinkformer.training.processes import Crew
 
 SYSTEM = EntropicTransport(sf.SqEuclidean(), epsilon=0.5)
 SAMPLER = PairSampler(dims=(2, 2), sizes=(2, 5))
@@ -428,19 +429,47 @@ def collate(items: list) -> tuple:
     return mu, nu, target
 
 
-def test_processes_share_out_a_sequence():
-    """Every example goes to one of them; a last batch that is too short for all is repeated."""
+def crew(index: int, count: int) -> Crew:
+    member = Crew(False)
+    member.index, member.count = index, count
+    return member
+
+
+@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_processes_share_out_a_sequence(size, count):
+    """Every example of a batch goes to one of them; who has none has no weight."""
     data = examples(5)
-    for size, places in ((1, 3), (2, 2)):
-        seen = [0, 0]
-        for index in range(2):
-            source = batches(make(dtype=torch.float64), data, Recipe(batch=size), 0, 0, (index, 2))
-            found = [next(source) for _ in range(places)]
-            seen[index] = sorted(float(w.max()) for batch in found for w in batch.mu.weights)
-        everyone = sorted(float(mu.weights.max()) for mu, _, _ in data)
-        both = sorted(seen[0] + seen[1])
-        assert sorted(set(both)) == everyone
-        assert len(both) == 6
+    sources = [
+        batches(make(dtype=torch.float64), data, Recipe(batch=size), 0, 0, crew(index, count)) for index in range(count)
+    ]
+    seen = []
+    for place in range(math.ceil(5 / size)):
+        shares = [next(source) for source in sources]
+        assert sum(share.weight for share in shares) == pytest.approx(1)
+        found = [batch for batch, _ in shares if batch is not None]
+        assert sum(len(batch.mu) for batch in found) == min(size, 5 - place * size)
+        assert all((share.batch is None) == (share.weight == 0) for share in shares)
+        seen += [float(w.max()) for batch in found for w in batch.mu.weights]
+    assert sorted(seen) == sorted(float(mu.weights.max()) for mu, _, _ in data)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 9])
+def test_processes_share_out_a_block(count):
+    """Two groups of two sources and three targets: what they have together is what one process has, each pair once."""
+    whole = next(batches(make(dtype=torch.float64), (SYSTEM, SAMPLER), RECIPE, 0, 0, crew(0, 1)))
+    assert whole.weight == 1
+    seen = []
+    for index in range(count):
+        batch, weight = next(batches(make(dtype=torch.float64), (SYSTEM, SAMPLER), RECIPE, 0, 0, crew(index, count)))
+        pairs = [] if batch is None else batch.target.flatten(0, 2).unbind()
+        assert weight == len(pairs) / 12
+        seen += pairs
+    left = list(whole.batch.target.flatten(0, 2).unbind())
+    for plan in seen:
+        place = next(k for k, other in enumerate(left) if torch.equal(plan, other))
+        del left[place]
+    assert not left
 
 
 def test_a_data_loader():
@@ -921,24 +950,30 @@ class Accelerator:
 
     barrier = threading.Barrier(2, timeout=60)
     tensors: tuple[list, list] = ([], [])
-    num_processes = 2
+    num_processes, device = 2, torch.device("cpu")
+
+    def __init__(self, cpu: bool):
+        assert cpu  # where the model is
 
     @property
     def process_index(self) -> int:
         return int(threading.current_thread().name)
 
-    def reduce(self, tensor: Tensor, reduction: str) -> Tensor:
+    def gather(self, tensor: Tensor) -> Tensor:
         mine = self.tensors[self.process_index]
         mine.append(tensor.clone())
         self.barrier.wait()
-        both = torch.stack([part[len(mine) - 1] for part in self.tensors])
-        return both.mean(0) if reduction == "mean" else both.sum(0)
+        return torch.cat([part[len(mine) - 1] for part in self.tensors])
+
+    def reduce(self, tensor: Tensor, reduction: str) -> Tensor:
+        assert reduction == "sum"
+        return self.gather(tensor[None]).sum(0)
 
 
 def test_two_processes_train_one_model(monkeypatch, tmp_path):
-    """Different data, averaged gradients, equal weights; the first one writes."""
+    """Shares of one batch, gradients that add up, equal weights, those of one process; the first one writes."""
     monkeypatch.setitem(sys.modules, "accelerate", types.SimpleNamespace(Accelerator=Accelerator))
-    models, histories = [make(), make(seed=1)], [None, None]
+    models, histories = [make(dtype=torch.float64), make(seed=1, dtype=torch.float64)], [None, None]
 
     def work() -> None:
         k = int(threading.current_thread().name)
@@ -952,11 +987,12 @@ def test_two_processes_train_one_model(monkeypatch, tmp_path):
     assert all(isinstance(history, History) for history in histories)
     assert same(*models)
     assert [p.name for p in tmp_path.glob("step-*")] == ["step-000000003"]
-    gradients = [part[-1] for part in Accelerator.tensors]
+    gradients = [max(part, key=Tensor.numel) for part in Accelerator.tensors]
     assert not torch.equal(*gradients)
-    alone = make()
+    alone = make(dtype=torch.float64)
     train(alone, steps=3)
-    assert not same(alone, models[0])
+    for name, t in alone.state_dict().items():
+        torch.testing.assert_close(t, models[0].state_dict()[name], rtol=0, atol=1e-9)
 
 
 def test_logits_head_by_head_are_those_of_the_features():

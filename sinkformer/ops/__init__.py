@@ -5,6 +5,7 @@ a whole problem in one call; ``dispatch`` says which engine solves it, and why.
 """
 
 from sinkformer.ops import cpu as cpu
+from sinkformer.ops import scores as scores
 from sinkformer.ops.autograd import plan as plan
 from sinkformer.ops.reference import adjoint_solve as adjoint_solve
 from sinkformer.ops.reference import apply as apply

@@ -2,7 +2,8 @@
 
 Memory is O((n + m) d). Blocks are evaluated in the dtype of the iteration, potentials and sums over blocks in the dtype of
 potentials. The last sweep of every problem is made in the latter throughout, and its error is the one compared with the
-tolerance. ``pairs`` evaluates costs, ``iteration`` solves and measures, ``derivatives`` differentiates.
+tolerance. ``pairs`` evaluates costs, ``iteration`` solves and measures, ``derivatives`` differentiates; ``kernels`` does the
+sweeps and the products of inner-product costs on a GPU.
 """
 
 from sinkformer.streamed.derivatives import implicit as implicit

@@ -14,8 +14,12 @@ from sinkformer._typing import PerProblem, Potential, Weights
 from sinkformer.costs import Cost, Matrix
 from sinkformer.differentiation import LinearSolve, conjugate
 from sinkformer.errors import BackendError
-from sinkformer.streamed.pairs import PairCosts, Pairs
+from sinkformer.streamed.kernels import Density, Scores, check
+from sinkformer.streamed.pairs import Engine, PairCosts, Pairs
+from sinkformer.streamed.ranks import Ranks
 
+# Place of epsilon among the inputs.
+_EPSILON = 6
 # Most steps of conjugate gradients, and the relative residual below which blocks in float32 are no use.
 _MOST_CG_STEPS, _FLOAT32_RTOL = 1000, 1e-5
 
@@ -38,6 +42,9 @@ def implicit(
     Functions of the features (or the entries of a ``Matrix``, and the mask), of a, b and epsilon. The value needs one
     pass; potentials need one for every step of conjugate gradients, and two more.
 
+    Over several ranks the derivatives in x and a belong to the rows of this one, those in y, b and epsilon are summed over
+    the rows of all: every rank has the whole of them. All ranks must differentiate the same functions of value and g.
+
     Args:
         costs: of B problems.
         a: weights ``(B, n)``; this and all that follows in the dtype of potentials.
@@ -51,15 +58,18 @@ def implicit(
         work: dtype of the blocks; vectors stay in the dtype of potentials.
 
     Raises:
-        BackendError: the cost has parameters that require a gradient; in the backward pass, a second derivative.
+        BackendError: the cost has parameters that require a gradient, or the costs name an engine that cannot solve these
+            problems; in the backward pass, a second derivative.
+        DistributedError: in the backward pass, of ranks whose losses depend on value or g in different ways.
     """
+    check(costs, taus)
     _refuse_parameters(costs, work)
     values = costs.cost.values if isinstance(costs.cost, Matrix) else None
     given = (costs.x, costs.y, values, costs.mask, a, b, epsilon)
-    attached = _Potentials.apply(*given, f, g, value, costs.cost, taus, work, how)
+    attached = _Potentials.apply(*given, f, g, value, costs.cost, taus, work, costs.ranks, costs.engine, how)
     assert isinstance(attached, tuple)
     f, g = attached
-    value = _Value.apply(*given, f.detach(), g.detach(), value, costs.cost, taus, work)
+    value = _Value.apply(*given, f.detach(), g.detach(), value, costs.cost, taus, work, costs.ranks, costs.engine)
     assert isinstance(value, Tensor)
     return f, g, value
 
@@ -76,9 +86,14 @@ def _refuse_parameters(costs: PairCosts, work: torch.dtype) -> None:
 
 
 class _Pull:
-    """Sums up the derivative of sum_ij W_ij C_ij in what makes the costs of one problem, W given a block at a time."""
+    """Sums up the derivative of sum_ij W_ij C_ij in what makes the costs of one problem.
 
-    def __init__(self, costs: PairCosts, k: int, work: torch.dtype, needed: tuple[bool, ...]):
+    W is given a block at a time, or in products with its density if the problem has ``scores`` for the kernels.
+    """
+
+    def __init__(self, costs: PairCosts, k: int, a: Tensor, b: Tensor, work: torch.dtype, needed: tuple[bool, ...]):
+        by_kernels = costs.engine != "torch" and work == torch.float32
+        self.scores = Scores.of(costs, k, a, b) if by_kernels else None
         self.cost, self.work, self.needed = costs.cost, work, needed[:4]
         self.x, self.y = (h[k].detach().to(work) for h in (costs.x, costs.y))
         wide = potential_dtype(self.x.device)
@@ -110,21 +125,36 @@ class _Pull:
             if grad is not None and part is not None:
                 grad[place] += part
 
+    def add_products(self, density: Density, lefts: Tensor, rights: Tensor) -> None:
+        """W = k o (lefts rights^T), ``(n, c)`` and ``(m, c)``, of which nothing of size n x m is made."""
+        scores = self.scores
+        assert scores is not None
+        sides = (density, lefts, rights, scores.k, False), (density.mT, rights, lefts, scores.q, True)
+        for grad, (to, outer, inner, features, of_target) in zip(self.grads[:2], sides, strict=True):
+            if grad is not None:
+                features = torch.cat((torch.ones_like(features[:, :1]), features), -1)
+                weighted = inner.unsqueeze(-1) * features.unsqueeze(1)
+                products = to.times(weighted.flatten(1)).unflatten(1, weighted.shape[1:])
+                products = (outer.unsqueeze(-1) * products).sum(1)
+                grad += scores.derivative(products[:, :1], products[:, 1:], of_target=of_target)
+
 
 def _gradients(ctx: Any, one: Callable[..., tuple[Tensor, Tensor, Tensor]], *upstream: Tensor) -> tuple[Any, ...]:
     """Gradients of the seven inputs behind ``ctx``, problem by problem, from ``one`` of them."""
     *inputs, f, g, value = ctx.saved_tensors
     x, y, values, mask, a, b, epsilon = inputs
-    costs = PairCosts(ctx.cost if values is None else Matrix(values), x, y, mask)
+    costs = PairCosts(ctx.cost if values is None else Matrix(values), x, y, mask, ctx.ranks, ctx.engine)
     parts = []
     with torch.no_grad():
         for k in range(len(value)):
-            pull = _Pull(costs, k, ctx.work, ctx.needs_input_grad)
+            pull = _Pull(costs, k, a[k], b[k], ctx.work, ctx.needs_input_grad)
             here = a[k], b[k], epsilon[k]
             others = [torch.zeros_like(h) for h in here]
             if not bool(value[k].isnan()):
                 pairs = costs.problem(k, a[k], b[k], ctx.work)
                 others = one(ctx, k, pairs, pull, *here, f[k], g[k], *(h[k] for h in upstream))
+            if pull.grads[1] is not None:
+                (pull.grads[1],) = ctx.ranks.sum(pull.grads[1])
             parts.append([*pull.grads, *others])
         found = [
             torch.stack([part[place] for part in parts]).to(given.dtype) if parts else torch.zeros_like(given)
@@ -139,10 +169,22 @@ def _gradients(ctx: Any, one: Callable[..., tuple[Tensor, Tensor, Tensor]], *ups
     return tuple(next(rest) if needed else None for needed in ctx.needs_input_grad)
 
 
-def _remember(ctx: Any, inputs: tuple, f: Tensor, g: Tensor, value: Tensor, cost: Cost, taus: tuple, work: torch.dtype):
+def _remember(
+    ctx: Any,
+    inputs: tuple,
+    f: Tensor,
+    g: Tensor,
+    value: Tensor,
+    cost: Cost,
+    taus: tuple,
+    work: torch.dtype,
+    ranks: Ranks,
+    engine: Engine,
+):
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*inputs, f, g, value)
     ctx.cost, ctx.taus, ctx.work = None if isinstance(cost, Matrix) else cost, taus, work
+    ctx.ranks, ctx.engine = ranks, engine
 
 
 class _FirstOrder(torch.autograd.Function):
@@ -164,14 +206,15 @@ class _Value(torch.autograd.Function):
     """The dual value, with the envelope derivative: P, f, g and KL(P | a (x) b); none through the potentials."""
 
     @staticmethod
-    def forward(ctx: Any, x, y, values, mask, a, b, epsilon, f, g, value, cost, taus, work):
-        _remember(ctx, (x, y, values, mask, a, b, epsilon), f, g, value, cost, taus, work)
+    def forward(ctx: Any, x, y, values, mask, a, b, epsilon, f, g, value, cost, taus, work, ranks, engine):
+        _remember(ctx, (x, y, values, mask, a, b, epsilon), f, g, value, cost, taus, work, ranks, engine)
         return value.clone()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None):
         if grads[0] is None:
-            return (None,) * 13
+            return (None,) * 15
+        ctx.ranks.check_copies(grads[0], "value")
         return _gradients(ctx, _envelope, grads[0])
 
 
@@ -189,8 +232,14 @@ def _envelope(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Derivative of the value of one problem in a, b and epsilon; that in the costs goes to ``pull``."""
     by_row, by_column, information = torch.zeros_like(a), torch.zeros_like(b), torch.zeros_like(epsilon)
-    narrow_b = b.to(pairs.dtype)
-    for start, stop in pairs.blocks():
+    if pull.scores is not None:
+        density = Density.of_potentials(pull.scores, f, g, float(epsilon))
+        by_row, by_column = density.times(b) - b.sum(), density.mT.times(a) - a.sum()
+        if ctx.needs_input_grad[_EPSILON]:
+            information = (a * density.entropies(b)).sum()
+        pull.add_products(density, (upstream * a).unsqueeze(-1), b.unsqueeze(-1))
+    for start, stop in pairs.blocks() if pull.scores is None else ():
+        narrow_b = b.to(pairs.dtype)
         log_k, density = pairs.density(start, stop, f, g, float(epsilon))
         here = a[start:stop].to(pairs.dtype)
         if any(pull.needed):
@@ -201,17 +250,19 @@ def _envelope(
         excess = density.sub_(1.0)
         by_row[start:stop] = torch.mv(excess, narrow_b)
         by_column += torch.mv(excess.mT, here)
+    by_column, information, at_rows = pairs.ranks.sum(by_column, information, (a * by_row).sum())
     rho_a, rho_b = (penalty(tau, epsilon) for tau in ctx.taus)
     on_a = conjugate(f, rho_a) - epsilon * by_row
     on_b = conjugate(g, rho_b) - epsilon * by_column
-    on_epsilon = information - (a * by_row).sum()
+    on_epsilon = information - at_rows
     # At fixed tau the penalties move with epsilon: rho = epsilon tau / (1 - tau).
     for weights, potential, rho in ((a, f, rho_a), (b, g, rho_b)):
         if rho is not None:
             ratio = safe_divide(potential, rho)
-            on_epsilon = (
-                on_epsilon + (weights * (-torch.expm1(-ratio) - ratio * torch.exp(-ratio))).sum() * rho / epsilon
-            )
+            total = (weights * (-torch.expm1(-ratio) - ratio * torch.exp(-ratio))).sum()
+            if weights is a:
+                (total,) = pairs.ranks.sum(total)
+            on_epsilon = on_epsilon + total * rho / epsilon
     return upstream * on_a, upstream * on_b, upstream * on_epsilon
 
 
@@ -219,9 +270,9 @@ class _Potentials(torch.autograd.Function):
     """The identity on given potentials, with the derivative of the solution map."""
 
     @staticmethod
-    def forward(ctx: Any, x, y, values, mask, a, b, epsilon, f, g, value, cost, taus, work, how):
+    def forward(ctx: Any, x, y, values, mask, a, b, epsilon, f, g, value, cost, taus, work, ranks, engine, how):
         f, g = f.clone(), g.clone()
-        _remember(ctx, (x, y, values, mask, a, b, epsilon), f, g, value, cost, taus, work)
+        _remember(ctx, (x, y, values, mask, a, b, epsilon), f, g, value, cost, taus, work, ranks, engine)
         rtol = how.rtol if work == torch.float64 else max(how.rtol, _FLOAT32_RTOL)
         ctx.how = LinearSolve(rtol, conditioning=how.conditioning)
         return f, g
@@ -229,9 +280,10 @@ class _Potentials(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None):
         if all(grad is None for grad in grads):  # the value alone was used, which needs no solve
-            return (None,) * 14
+            return (None,) * 16
         f, g = ctx.saved_tensors[-3:-1]
-        upstream = (torch.zeros_like(h) if d is None else d for d, h in zip(grads, (f, g), strict=True))
+        upstream = [torch.zeros_like(h) if d is None else d for d, h in zip(grads, (f, g), strict=True)]
+        ctx.ranks.check_copies(upstream[1], "g")
         ctx.residual, ctx.ritz = (torch.full(f.shape[:1], x, dtype=f.dtype, device=f.device) for x in (0.0, math.nan))
         found = _gradients(ctx, _solution_map, *upstream)
         ctx.how.record(ctx.residual, ctx.ritz)
@@ -264,11 +316,19 @@ def _solution_map(
     dead = right_g.masked_fill(b > 0, 0.0)
     theta, singular = tau_a * tau_b, ctx.taus == (1.0, 1.0)
 
-    def over() -> Iterator[tuple[int, int, Tensor, Tensor]]:
+    whole_density = None if pull.scores is None else Density.of_potentials(pull.scores, f, g, scale)
+
+    def over() -> Iterator[tuple[int, int, Any, Any]]:
+        """Blocks of rows with log k and k, or all rows at once without a matrix."""
+        if whole_density is not None:
+            yield 0, len(a), None, whole_density
+            return
         for start, stop in pairs.blocks():
             yield start, stop, *pairs.density(start, stop, f, g, scale)
 
-    def times(block: Tensor, v: Tensor) -> Tensor:
+    def times(block: Tensor | Density, v: Tensor) -> Tensor:
+        if isinstance(block, Density):
+            return block.times(v)
         return torch.mv(block, v.to(block.dtype)).to(pairs.wide)
 
     # Columns of weight zero couple one way only.
@@ -277,6 +337,7 @@ def _solution_map(
         q = torch.zeros_like(b)
         for i, j, _, density in over():
             q += times(density.mT, a[i:j])
+        (q,) = pairs.ranks.sum(q)
         by_dead = safe_divide(dead, q)
     p, q, right, size = (torch.zeros_like(h) for h in (a, b, b, b))
     for i, j, _, density in over():
@@ -290,6 +351,7 @@ def _solution_map(
         q += times(density.mT, here)
         right += times(density.mT, from_f * over_p)
         size += times(density.mT, magnitude * over_p)
+    q, right, size = pairs.ranks.sum(q, right, size)
     mass = b * q
     right = (right_g - dead) - tau_a * b * right
     size = (right_g - dead).abs() + tau_a * b * size
@@ -303,10 +365,14 @@ def _solution_map(
         image = torch.zeros_like(v)
         for i, j, _, density in over():
             image += times(density.mT, a[i:j] * safe_divide(times(density, b * v), p[i:j]))
+        (image,) = pairs.ranks.sum(image)
         return mass * v - theta * b * image
 
     right = balanced(right)
-    x, ctx.ritz[place] = _conjugate_gradients(matrix, balanced, right, scaling, ctx.how.rtol, float(whole))
+    whole = pairs.ranks.leading(whole)
+    x, ctx.ritz[place] = _conjugate_gradients(
+        matrix, balanced, right, scaling, ctx.how.rtol, float(whole), lambda t: float(pairs.ranks.leading(t))
+    )
     if singular:
         x = x - (mass * x).sum() / mass.sum()
 
@@ -320,16 +386,23 @@ def _solution_map(
         per_p = tau_a * safe_divide(left[i:j], p[i:j])
         on_b += times(density.mT, per_p)
         image += times(density.mT, here * safe_divide(times(density, b * x), p[i:j]))
+        if whole_density is not None:
+            pull.add_products(whole_density, torch.stack((per_p, here), -1), torch.stack((b, per_q), -1))
+            if ctx.needs_input_grad[_EPSILON]:
+                entropies = whole_density.entropies
+                on_epsilon += (per_p * entropies(b)).sum() + (here * entropies(per_q)).sum()
+            continue
         if any(pull.needed):
             weights = torch.outer(per_p.to(narrow), b.to(narrow)).addr_(here.to(narrow), per_q.to(narrow))
             pull.add(i, j, weights.mul_(density))
         # Where k vanishes so does k log k.
         information = log_k.masked_fill_(density == 0, 0.0).mul_(density)
         on_epsilon += (per_p * times(information, b)).sum() + (here * times(information, per_q)).sum()
+    by_source = on_epsilon + (1 - tau_a) * (left * f).sum() / epsilon
+    on_b, image, by_source = pairs.ranks.sum(on_b, image, by_source)
     residual = balanced(right - (mass * x - theta * b * image))
     ctx.residual[place] = safe_divide((residual.square() / scaling).sum(), whole).sqrt()
-    on_epsilon = on_epsilon + ((1 - tau_a) * (left * f).sum() + (1 - tau_b) * (up * g).sum()) / epsilon
-    return -epsilon * on_a, -epsilon * on_b, on_epsilon
+    return -epsilon * on_a, -epsilon * on_b, by_source + (1 - tau_b) * (up * g).sum() / epsilon
 
 
 def _conjugate_gradients(
@@ -339,6 +412,7 @@ def _conjugate_gradients(
     scaling: Tensor,
     rtol: float,
     size: float,
+    number: Callable[[Tensor], float],
 ) -> tuple[Tensor, float]:
     """Solve a symmetric, non-negative system, preconditioned by a positive diagonal.
 
@@ -349,26 +423,27 @@ def _conjugate_gradients(
         scaling: that diagonal.
         rtol: relative residual to stop at.
         size: squared norm that it is relative to; norms are weighted by the inverse of the scaling.
+        number: the value of a scalar, the same on all ranks.
 
     Returns:
         ``(x, smallest)``: the solution, and the smallest Ritz value of the scaled matrix; NaN without a step.
     """
     x, residual = torch.zeros_like(right), right
     scaled = residual / scaling
-    direction, rho = scaled, float((residual * scaled).sum())
+    direction, rho = scaled, number((residual * scaled).sum())
     steps, growths = [], []
     for _ in range(min(_MOST_CG_STEPS, 4 * len(right) + 20)):
         if rho <= rtol**2 * size:
             break
         image = project(matrix(direction))
-        curvature = float((direction * image).sum())
+        curvature = number((direction * image).sum())
         if curvature <= 0:
             break
         steps.append(rho / curvature)
         x = x + steps[-1] * direction
         residual = project(residual - steps[-1] * image)
         scaled = residual / scaling
-        after = float((residual * scaled).sum())
+        after = number((residual * scaled).sum())
         growths.append(after / rho)
         direction, rho = scaled + growths[-1] * direction, after
     if not steps:

@@ -16,11 +16,13 @@ from torch import Tensor
 
 from sinkformer._numerics import penalty, potential_dtype, safe_divide, safe_log
 from sinkformer._typing import PerProblem, Potential, Weights
-from sinkformer.absorbed import translation
+from sinkformer.absorbed import exchanged, log_mass
 from sinkformer.certificates import penalised_gap, rounded_gap
 from sinkformer.differentiation import conjugate
 from sinkformer.relaxation import Relaxation
+from sinkformer.streamed.kernels import Scores, beyond, check
 from sinkformer.streamed.pairs import LARGEST_COST, PairCosts, Pairs
+from sinkformer.streamed.ranks import Ranks
 
 # Potential of an atom that may be paired with no other, in a penalised problem.
 _ALONE = 1e20
@@ -70,7 +72,11 @@ def solve(
         ``(f, g, iterations)``: ``(B, n)``, ``(B, m)``, and int64 ``(B,)``. f is the exact update of g in the wide dtype,
         with the dtype of ``epsilon``. Zero for a problem with a NaN, -inf or a number beyond 1e29 among the costs of its
         pairs, which ``quality`` reports.
+
+    Raises:
+        BackendError: the costs name an engine that cannot solve these problems.
     """
+    check(costs, taus)
     found = []
     for k in range(len(epsilon)):
         start = None if init is None else (init[0][k], init[1][k])
@@ -95,7 +101,8 @@ def _solve(
 ) -> tuple[Tensor, Tensor, int]:
     """One problem."""
     pairs = costs.problem(k, a, b, work)
-    seen = _scan(pairs, a, b)
+    scores = None if costs.engine == "torch" else Scores.of(costs, k, a, b)
+    seen = _scan(pairs, a, b) if scores is None else _scan_of(scores)
     if seen is None:
         return torch.zeros_like(a), torch.zeros_like(b), 0
     temperature, (f, g) = epsilon, (seen.f, seen.g) if init is None else init
@@ -104,36 +111,45 @@ def _solve(
     if init is None and taus != (1.0, 1.0):  # the start is a gauge of couplings only
         g = torch.zeros_like(g)
 
-    coarse, goal = work != pairs.wide, tolerance
-    if coarse:  # below the noise, sweeps in float32 would follow the rounding of the costs
+    coarse, goal, patience = scores is not None or work != pairs.wide, tolerance, _PATIENCE
+    if scores is not None and tolerance < 0:  # all iterations are those of the kernels
+        patience = max_iterations
+    elif coarse:  # below the noise, sweeps in float32 would follow the rounding of the costs
         goal = max(_SHARE * tolerance, _FLOAT32_NOISE * seen.largest / epsilon)
-    pace, plain, best, idle, stayed, spent = _Pace(a), False, math.inf, 0, 0, 0
-    for spent in range(1, max_iterations + 1):
+    pace, plain, best, idle, stayed, spent, made = _Pace(a, pairs.ranks), False, math.inf, 0, 0, 0, 0
+    if scores is not None and costs.engine == "stored":
+        f, g, made, pace.relaxation = scores.descend(f, g, epsilon, temperature, goal, max_iterations - 1)
+        temperature, coarse, plain = epsilon, False, True
+    for spent in range(made + 1, max_iterations + 1):
         if spent == max_iterations:
             temperature, plain, coarse = epsilon, True, False
-        if not coarse and pairs.dtype != pairs.wide:
-            pairs, goal = costs.problem(k, a, b, pairs.wide), tolerance
+        if not coarse:
+            scores, goal = None, tolerance
+            pairs = pairs if pairs.dtype == pairs.wide else costs.problem(k, a, b, pairs.wide)
         t = 0.0 if plain or temperature > epsilon else pace.t
-        sweep = _sweep(pairs, f, g, a, b, seen.alone, temperature, taus[0], t)
+        if scores is None:
+            sweep = _sweep(pairs, f, g, a, b, seen.alone, temperature, taus[0], t)
+        else:
+            sweep = _Sweep(*scores.sweep(f, g, temperature, taus[0], t))
         f = sweep.f
-        error = float(sweep.row_error + _column_error(sweep.log_columns, g, b, temperature, taus[1]))
+        error, mean = _noticed(sweep, a, b, g, temperature, taus[1], pairs.ranks)
         if temperature == epsilon:
             best, idle = (error, 0) if error < best else (best, idle + 1)
             reached = t == 0 and error <= goal
             if (reached and not coarse) or spent == max_iterations:
                 break
             if taus == (1.0, 1.0):
-                pace.see(error, sweep.increment, t)
+                pace.see(error, sweep.increment - mean, t)
             # Only a pair whose rows are exact is returned. One that is relaxed is better than its error says.
             plain = reached or error <= _NEARLY * goal
-            coarse = coarse and not reached and idle < _PATIENCE
-        shift = _translation(f, g, a, b, temperature, taus)
+            coarse = coarse and not reached and idle < patience
+        shift = _translation(f, g, a, b, temperature, taus, pairs.ranks)
         g = _update(sweep.log_columns, g, b, seen.alone, temperature, taus[1], t) - shift
         stayed += 1
         if error <= _ON_THE_WAY or stayed == _LONGEST_STAY:
             temperature, stayed = max(epsilon, _ANNEALING * temperature), 0
-    if pairs.void is not None:
-        void = pairs.void[1].nonzero().flatten()
+    void = (b == 0).nonzero().flatten()
+    if len(void):
         log_columns = _log_columns(pairs, f / epsilon + safe_log(a), epsilon, void)
         probes = torch.where(
             log_columns == -torch.inf, 0.0 if taus[1] == 1 else _ALONE, -taus[1] * epsilon * log_columns
@@ -163,7 +179,7 @@ class _Scan:
 
 def _scan(pairs: Pairs, a: Tensor, b: Tensor) -> _Scan | None:
     """A look at all costs; None if there is one among them that is no cost."""
-    smallest, largest = torch.inf, -torch.inf
+    smallest, largest, sound = torch.inf, -torch.inf, True
     f, g = torch.zeros_like(a), torch.full_like(b, torch.inf)
     for start, stop in pairs.blocks():
         rows = pairs.rows(start, stop)
@@ -181,13 +197,27 @@ def _scan(pairs: Pairs, a: Tensor, b: Tensor) -> _Scan | None:
             )
         # Comparisons that NaN fails.
         if not bool((low.min() >= -LARGEST_COST) & (high.max() <= LARGEST_COST)):
-            return None
+            sound = False
+            break
         smallest, largest = min(smallest, float(low.min())), max(largest, float(high.max()))
         torch.minimum(g, (rows - tight.unsqueeze(-1)).amin(0).to(pairs.wide), out=g)
+    # Without a NaN, of which no minimum is sure.
+    bounds = g.new_tensor([smallest, -largest, 1.0] if sound else [torch.inf, torch.inf, 0.0])
+    g, bounds = pairs.ranks.least(g if sound else torch.zeros_like(g), bounds)
+    smallest, largest, sound = bounds.tolist()
+    largest = -largest
+    if not sound:
+        return None
     spread = largest - smallest if largest >= smallest else 0.0
     alone = g == torch.inf
     size = max(abs(smallest), abs(largest)) if largest >= smallest else 0.0
     return _Scan(f, g.masked_fill(alone, 0.0), alone, spread, size)
+
+
+def _scan_of(scores: Scores) -> _Scan:
+    """The same without a look: sweeps of scores start from anything."""
+    f, g = torch.zeros_like(scores.a), torch.zeros_like(scores.b)
+    return _Scan(f, g, g != 0, scores.spread, scores.largest)
 
 
 @dataclass(frozen=True, eq=False)
@@ -226,7 +256,7 @@ def _sweep(
         top, empty = top.squeeze(-1).to(wide), mass == 0
         star = -tau * (top + torch.where(empty, 1.0, mass).log())
         step[start:stop] = star - f[start:stop] / epsilon
-        here = star + _beyond(step[start:stop], t) if t else star
+        here = star + beyond(step[start:stop], t) if t else star
         new[start:stop] = here = here.masked_fill(empty, _ALONE / epsilon if 0 < tau < 1 else 0.0)
         if tau == 1:
             error[start:stop] = a[start:stop] * torch.where(empty, 1.0, (here - star).expm1().abs())
@@ -236,6 +266,10 @@ def _sweep(
         scale = (log_scale - higher).exp().to(dtype)
         columns.mul_((shift - higher).exp()).add_(torch.mv(block.mT, scale))
         shift = higher
+    if not pairs.ranks.alone:  # one factor, and one sum, for the rows of all
+        higher = -pairs.ranks.least(-shift)[0]
+        (columns,) = pairs.ranks.sum(columns.to(wide) * (shift - higher).exp())
+        shift = higher
     log_columns = shift + rest + columns.log()
     faint = ((columns < _FAINT) & (b > 0) & ~alone).nonzero().flatten()
     if len(faint):
@@ -244,19 +278,22 @@ def _sweep(
     return _Sweep(epsilon * new, step, error.sum(), log_columns)
 
 
-def _beyond(step: Tensor, t: float) -> Tensor:
-    """Log h(exp(step)), what is added to a plain update, with the h of :func:`relaxation.relaxed`."""
-    x = step.clamp(-50.0, 50.0).exp()
-    return (((1 + t) * x + 1 - t) / ((1 - t) * x + 1 + t)).log()
-
-
 def _log_columns(pairs: Pairs, log_scale: Tensor, epsilon: float, columns: Tensor) -> Tensor:
     """Log of sum_i exp(log_scale_i - C_ij / epsilon) for an index of columns, wide; ``-inf`` if forbidden."""
     total = torch.full((len(columns),), -torch.inf, dtype=pairs.wide, device=log_scale.device)
     for start, stop in pairs.blocks():
         part = pairs.rows(start, stop)[:, columns].to(pairs.wide)
         total = torch.logaddexp(total, (log_scale[start:stop].unsqueeze(-1) - part / epsilon).logsumexp(0))
-    return total
+    return pairs.ranks.log_sum_exp(total)
+
+
+def _noticed(
+    sweep: _Sweep, a: Tensor, b: Tensor, g: Tensor, epsilon: float, tau: float, ranks: Ranks
+) -> tuple[float, Tensor]:
+    """L1 violation of both sides by the new f and the old g, and the mean of the increment of f."""
+    by_column = _column_error(sweep.log_columns, g, b, epsilon, tau)
+    error, mean = ranks.total(sweep.row_error + (by_column if ranks.first else 0.0), (a * sweep.increment).sum())
+    return float(error), mean
 
 
 def _column_error(log_columns: Tensor, g: Tensor, b: Tensor, epsilon: float, tau: float) -> Tensor:
@@ -274,26 +311,29 @@ def _update(log_columns: Tensor, g: Tensor, b: Tensor, alone: Tensor, epsilon: f
         return torch.zeros_like(g)
     new = tau * (g - epsilon * log_columns)
     if t:
-        new = new + epsilon * _beyond(-log_columns, t)
+        new = new + epsilon * beyond(-log_columns, t)
     # Nothing waits for atoms of weight zero.
     return torch.where(b > 0, new.masked_fill(alone, 0.0 if tau == 1 else _ALONE), g)
 
 
-def _translation(f: Tensor, g: Tensor, a: Tensor, b: Tensor, epsilon: float, taus: tuple[float, float]) -> Tensor:
+def _translation(
+    f: Tensor, g: Tensor, a: Tensor, b: Tensor, epsilon: float, taus: tuple[float, float], ranks: Ranks
+) -> Tensor:
     """What the update of g falls by if f and g first exchange the constant of :func:`absorbed.translation`."""
     if taus == (1.0, 1.0) or min(taus) == 0:
         return g.new_zeros(())
-    scale = torch.full((1, 1), epsilon, dtype=g.dtype, device=g.device)
+    scale = torch.full((1,), epsilon, dtype=g.dtype, device=g.device)
+    masses = ranks.log_sum_exp(log_mass(f, a, scale, taus[0])), log_mass(g, b, scale, taus[1])
     # Where no atom has a partner there is no mass to balance.
-    shift = translation(f[None], g[None], a[None], b[None], scale, taus).squeeze().nan_to_num(0.0, 0.0, 0.0)
+    shift = exchanged(masses, scale, taus).squeeze().nan_to_num(0.0, 0.0, 0.0)
     return taus[0] * taus[1] * shift
 
 
 class _Pace:
     """Over-relaxation of one problem, chosen from its errors every few sweeps."""
 
-    def __init__(self, weights: Tensor):
-        self.relaxation, self.weights, self.last = Relaxation.start(1), weights, None
+    def __init__(self, weights: Tensor, ranks: Ranks):
+        self.relaxation, self.weights, self.ranks, self.last = Relaxation.start(1), weights, ranks, None
         self.quotient, self.sweeps = 0.0, 0
 
     @property
@@ -302,13 +342,14 @@ class _Pace:
         return float(self.relaxation.t[0])
 
     def see(self, error: float, increment: Tensor, t: float) -> None:
-        """Take note of a sweep made with t."""
+        """Take note of a sweep made with t, which moved f by ``increment`` beside what is common to all atoms."""
         a, self.sweeps = self.weights, self.sweeps + 1
         step = None
         if t == 0:  # increments of plain sweeps shrink by lambda; what is common to all is gauge
-            step = (increment - (a * increment).sum()).clamp(-50.0, 50.0)
-            if self.last is not None:
-                self.quotient = float(safe_divide((a * step * self.last).sum(), (a * self.last.square()).sum()))
+            step = increment.clamp(-50.0, 50.0)
+            if self.last is not None and self.sweeps % _CHECK_EVERY == 0:
+                sums = (a * step * self.last).sum(), (a * self.last.square()).sum()
+                self.quotient = float(safe_divide(*self.ranks.total(*sums)))
         self.last = step
         if self.sweeps % _CHECK_EVERY == 0:
             self.relaxation.update(np.array([error]), _CHECK_EVERY, np.array([self.quotient]))
@@ -344,7 +385,9 @@ def _quality(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """One problem: a pass for the marginals, and for a coupling a second one for its rounding."""
     pairs = costs.problem(k, a, b, potential_dtype(a.device))
-    total_a, total_b, sound = a.sum(), b.sum(), True
+    ranks = pairs.ranks
+    (total_a,) = ranks.total(a.sum())
+    total_b, sound = b.sum(), True
     by_row, by_column, reduced = torch.zeros_like(a), torch.zeros_like(b), torch.zeros_like(b)
     for start, stop in pairs.blocks():
         here = a[start:stop]
@@ -356,31 +399,36 @@ def _quality(
         by_column += torch.mv(excess.mT, here)
         r = _shrink(by_row[start:stop] + total_b)
         reduced += torch.mv(excess.mT, here * r) + (here * r).sum()
-    if not sound:
+    by_column, reduced, unsound = ranks.sum(by_column, reduced, b.new_full((), not sound))
+    if bool(unsound > 0):
         # Either there are costs that are none, or the potentials are out of proportion to epsilon.
         lost = torch.full_like(epsilon, torch.nan if _scan(pairs, a, b) is None else torch.inf)
         return lost, lost, -lost
     p, q, excess = a * (by_row + total_b), b * (by_column + total_a), (a * by_row).sum()
     error, value = torch.zeros_like(epsilon), -epsilon * excess
+    r, c = _shrink(by_row + total_b), _shrink(reduced)
+    # c is one over the larger of ``reduced`` and one. What is left of a row but for rounding is nothing.
+    right = b * (1 - reduced).clamp_min(0.0)
+    right = safe_divide(right, right.sum())
+    tips = b * c
+    if not ranks.first:  # what belongs to the target alone is added once
+        b, q = torch.zeros_like(b), torch.zeros_like(q)
     for have, want, potential, tau in ((p, a, f, taus[0]), (q, b, g, taus[1])):
         rho = penalty(tau, epsilon)
         value = value + (want * conjugate(potential, rho)).sum()
         if tau > 0:
             error = error + (have - (want if rho is None else want * torch.exp(-potential / rho))).abs().sum()
     if taus != (1.0, 1.0):
-        return error, penalised_gap(a, b, epsilon, (f, g), (p, q), taus), value
+        error, gap, value = ranks.total(error, penalised_gap(a, b, epsilon, (f, g), (p, q), taus), value)
+        return error, gap, value
 
-    r, c = _shrink(by_row + total_b), _shrink(reduced)
-    # c is one over the larger of ``reduced`` and one. What is left of a row but for rounding is nothing.
-    right = b * (1 - reduced).clamp_min(0.0)
-    right = safe_divide(right, right.sum())
     least, tiny = 64 * torch.finfo(b.dtype).eps, torch.finfo(b.dtype).tiny
-    on_target = safe_log(right) - (b * c).clamp_min(tiny).log()
+    on_target = safe_log(right) - tips.clamp_min(tiny).log()
     left, added = torch.zeros_like(a), torch.zeros_like(a)
     for start, stop in pairs.blocks():
         log_k, density = pairs.density(start, stop, f, g, float(epsilon))
         here, kept = a[start:stop], a[start:stop] * r[start:stop]
-        share = 1 - r[start:stop] * torch.mv(density, b * c)
+        share = 1 - r[start:stop] * torch.mv(density, tips)
         left[start:stop] = here = here * torch.where(share > least, share, 0.0)
         # log(E / D), -inf without E, where a forbidden pair does no harm.
         log_k.masked_fill_((here == 0).unsqueeze(-1) | (right == 0), torch.inf)
@@ -388,8 +436,9 @@ def _quality(
         gain = torch.nn.functional.softplus(gain.add_(on_target), threshold=40.0)
         added[start:stop] = here * torch.mv(gain, right)
         # Not zero times infinity.
-        added[start:stop] += kept * torch.mv(density.mul_(gain.clamp_(max=_PLENTY)), b * c)
-    return error, rounded_gap(a, b, epsilon, (r, c, left, right), excess, added), value
+        added[start:stop] += kept * torch.mv(density.mul_(gain.clamp_(max=_PLENTY)), tips)
+    error, gap, value = ranks.total(error, rounded_gap(a, b, epsilon, (r, c, left, right), excess, added), value)
+    return error, gap, value
 
 
 def _sound(log_k: Tensor, epsilon: float) -> bool:

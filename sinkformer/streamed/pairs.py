@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -11,6 +12,10 @@ from torch import Tensor
 from sinkformer._numerics import potential_dtype
 from sinkformer._typing import CostMatrix, Features, Weights
 from sinkformer.costs import Cost, Matrix, NegativeDot, SqEuclidean
+from sinkformer.streamed.ranks import ALONE, Ranks
+
+# How scores are made: blocks of torch, or the GPU kernels, which make them anew every sweep or store the absorbed kernel.
+Engine = Literal["torch", "streamed", "stored"]
 
 # Costs beyond are errors of their computation, not costs.
 LARGEST_COST = 1e29
@@ -29,12 +34,16 @@ class PairCosts:
         x: source features ``(B, n, r)``; of a matrix problem, anything of ``n`` rows.
         y: target features ``(B, m, r)``.
         mask: added to the cost, ``(B, n, m)``; ``+inf`` forbids a pair. None for none.
+        ranks: whose rows these are: the n rows of this process, and those of others.
+        engine: what sweeps; see ``kernels.refusal`` for what the GPU kernels can do.
     """
 
     cost: Cost
     x: Features
     y: Features
     mask: CostMatrix | None = None
+    ranks: Ranks = ALONE
+    engine: Engine = "torch"
 
     def matrix(self, k: int | Tensor) -> CostMatrix:
         """The costs of problem k with its mask, ``(1, n, m)``, outside the graph."""
@@ -51,7 +60,7 @@ class PairCosts:
         if not bool(void[0].any() | void[1].any()):
             void = None
         if isinstance(cost, Matrix):
-            return Pairs(Matrix(cost.values[k].detach()), x, y, mask, void, dtype)
+            return Pairs(Matrix(cost.values[k].detach()), x, y, mask, void, dtype, self.ranks)
         if type(cost) is SqEuclidean:
             # -<(2 x, -1, -|x|^2), (y, |y|^2, 1)>, so that translation and squares are taken once and not for every block.
             x, y = x.to(potential_dtype(x.device)), y.to(potential_dtype(y.device))
@@ -61,7 +70,7 @@ class PairCosts:
             x = torch.cat([2 * x, -one, -x.square().sum(-1, keepdim=True)], -1)
             y = torch.cat([y, y.square().sum(-1, keepdim=True), other], -1)
             cost = NegativeDot()
-        return Pairs(cost, x.to(dtype), y.to(dtype), mask, void, dtype)
+        return Pairs(cost, x.to(dtype), y.to(dtype), mask, void, dtype, self.ranks)
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,6 +83,7 @@ class Pairs:
     mask: Tensor | None
     void: tuple[Tensor, Tensor] | None
     dtype: torch.dtype
+    ranks: Ranks = ALONE
 
     @property
     def wide(self) -> torch.dtype:

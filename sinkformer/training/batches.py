@@ -15,6 +15,7 @@ from sinkformer.couplings import Coupling
 from sinkformer.errors import ConfigError, DTypeError, NonFiniteError, ShapeError, WeightError
 from sinkformer.measures import Measure
 from sinkformer.systems import PairSampler, System, every_pair
+from sinkformer.training.processes import Crew
 from sinkformer.training.recipes import Recipe
 
 Example: TypeAlias = tuple[Measure, Measure, Coupling | Tensor]
@@ -42,15 +43,20 @@ class Batch(NamedTuple):
         return mu, nu, self.target.flatten(0, 2).to(self.mu.dtype)
 
 
-def batches(
-    model: nn.Module, data: Data, recipe: Recipe, seed: int, step: int, crew: tuple[int, int]
-) -> Iterator[Batch]:
-    """The batches of one process, ``(index, count)``, from a step on."""
+class Share(NamedTuple):
+    """What one process has of the batch of a step: None for nothing, and the share of the pairs that it is."""
+
+    batch: Batch | None
+    weight: float
+
+
+def batches(model: nn.Module, data: Data, recipe: Recipe, seed: int, step: int, crew: Crew) -> Iterator[Share]:
+    """The shares of this process in the batches of a run, from a step on: the batches do not depend on the processes."""
     if is_system(data):
-        return _drawn(model, data, recipe, seed, step, crew[0])
+        return _drawn(model, data, recipe, seed, step, crew)
     if _is_sequence(data):
         return _shuffled(model, data, recipe.batch, seed, step, crew)
-    return _iterated(model, data, step)
+    return _iterated(model, data, step, crew)
 
 
 def held_out(model: nn.Module, data: Data, wanted: int | Sequence[Example] | None, seed: int) -> Batch | None:
@@ -112,34 +118,39 @@ def _name(value: Any) -> str:
     return repr(value) if value is None or isinstance(value, (int, float, str)) else type(value).__name__
 
 
-def _drawn(model: nn.Module, data: tuple[System, PairSampler], recipe: Recipe, seed: int, step: int, index: int):
-    """Fresh blocks."""
+def _drawn(model: nn.Module, data: tuple[System, PairSampler], recipe: Recipe, seed: int, step: int, crew: Crew):
+    """Fresh blocks; each process takes some of the groups, or where there are too few some of the sources of one."""
     system, sampler = data
+    first = crew.index % recipe.groups
+    here = len(range(first, crew.count, recipe.groups))
+    groups, sources = slice(first, None, crew.count), slice(crew.index // recipe.groups, None, here)
+    mine = len(range(recipe.groups)[groups]) * len(range(recipe.sources)[sources])
     while True:
-        generator = _generator(seed, _TRAINING, step, index)
-        block = sampler.block(recipe.groups, recipe.sources, recipe.targets, generator=generator)
-        yield _labelled(system, *block, model)
+        # The place of the first process: what is drawn is the same for all of them.
+        generator = _generator(seed, _TRAINING, step, 0)
+        mu, nu = sampler.block(recipe.groups, recipe.sources, recipe.targets, generator=generator)
+        part = mu.map(lambda t: t[groups, sources]), nu.map(lambda t: t[groups])
+        yield Share(_labelled(system, *part, model) if mine else None, mine / (recipe.groups * recipe.sources))
         step += 1
 
 
-def _shuffled(model: nn.Module, data: Sequence[Example], size: int, seed: int, step: int, crew: tuple[int, int]):
+def _shuffled(model: nn.Module, data: Sequence[Example], size: int, seed: int, step: int, crew: Crew):
     """Epochs in an order of their own; each process takes every count-th example of a batch."""
     if not len(data):
         raise ShapeError("expected at least one example, received none")
-    index, count = crew
-    size = size * count
     while True:
         epoch, place = divmod(step, math.ceil(len(data) / size))
         order = torch.randperm(len(data), generator=_generator(seed, _ORDER, epoch)).tolist()
         chosen = order[place * size : (place + 1) * size]
-        # In a last batch of fewer examples than processes, the later ones repeat the first.
-        mine = chosen[index::count] or chosen[:1]
-        yield _stacked([_triple(data[k], f"example {k}") for k in mine], model)
+        mine = chosen[crew.index :: crew.count]
+        batch = _stacked([_triple(data[k], f"example {k}") for k in mine], model) if mine else None
+        yield Share(batch, len(mine) / len(chosen))
         step += 1
 
 
-def _iterated(model: nn.Module, data: Iterable[Example], step: int):
+def _iterated(model: nn.Module, data: Iterable[Example], step: int, crew: Crew):
     """Batches as they come, over and over; those before ``step`` are passed over."""
+    mine = slice(crew.index, None, crew.count)
     while True:
         empty = True
         for number, batch in enumerate(data):
@@ -147,7 +158,10 @@ def _iterated(model: nn.Module, data: Iterable[Example], step: int):
             if step < 0:
                 mu, nu, target, place = _triple(batch, f"batch {number}", axes=1)
                 _check_masses(target, mu, nu, [f"{place}, index {k}" for k in range(len(target))])
-                yield _moved(mu[:, None], nu[:, None], target[:, None, None], model)
+                crew.check_alike("batches", mu.weights, nu.weights, target)
+                mu, nu, part = mu[mine], nu[mine], target[mine]
+                batch = _moved(mu[:, None], nu[:, None], part[:, None, None], model) if len(part) else None
+                yield Share(batch, len(part) / len(target))
         if empty:
             raise ShapeError("expected batches, received an iterable without any (a generator can be used once only)")
 

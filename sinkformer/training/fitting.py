@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 import os
 import time
@@ -55,7 +56,8 @@ def fit(
             ``(mu, nu, target)``, each one pair, shuffled in every epoch; or an iterable of batches ``(B,)`` of them, such as
             a ``DataLoader``, iterated over again and again (give it a generator of its own, if it shuffles).
         steps: budget in steps.
-        seconds: budget in processor seconds of this process, all its threads together. Of two budgets the first to end.
+        seconds: budget in processor seconds of this process, all its threads together; the mean over several processes. Of
+            two budgets the first to end.
         recipe: how to train.
         seed: of the data and their order. The initial weights are the model's own.
         validation: number of fresh pairs, never trained on, 64 by default if there is a system; or a sequence of examples. 0
@@ -68,14 +70,17 @@ def fit(
         checkpoint_every: steps between checkpoints; there is also one at the end, at Ctrl-C, and at an error.
         resume: go on from the newest checkpoint in ``folder``, if there is one, with the same arguments.
         progress: a progress bar.
-        accelerate: train in the processes that ``accelerate launch`` started (extra ``[train]``): each draws data of its own,
-            gradients are averaged. The model must be on the device of its process.
+        accelerate: train in the processes that ``torchrun`` or ``accelerate launch`` started (extra ``[train]``): each
+            takes its share of every batch, and gradients are added up, so that the run is that of one process up to
+            rounding. All are given the same arguments; the model must be on the device of its process.
 
     Returns:
         The ``History``.
 
     Raises:
-        ConfigError: arguments outside their range; a folder with checkpoints of another run, or without ``resume``.
+        ConfigError: arguments outside their range; a folder with checkpoints of another run, or without ``resume``;
+            arguments, or batches of an iterable, that differ between processes.
+        DistributedError: another process was lost.
         NonFiniteError: a target, a loss or a gradient is not a number. Names the step and where the weights before it are.
         MissingExtraError: ``accelerate`` is asked for and not installed.
         ModelError: a damaged checkpoint.
@@ -92,33 +97,36 @@ def fit(
         raise ConfigError(f"expected a seed >= 0, received {seed!r}")
     counts = {"validate_every": validate_every, "record_every": record_every, "checkpoint_every": checkpoint_every}
     _check_counts(counts | {"steps": steps, "patience": patience})
-    crew = Crew(accelerate)
-    run = _Run(model, recipe, crew, steps, seconds)
+    crew = Crew(accelerate, next(model.parameters()).device)
     unseen = held_out(model, data, validation, seed)
     if patience is not None and unseen is None:
         raise ConfigError(
             f"expected a validation with patience={patience}, received none; pass validation=64 or examples"
         )
     store = None
+    settings = asdict(model.config) | {f"recipe.{name}": value for name, value in recipe.described().items()}
+    settings |= {"steps": steps, "seconds": seconds, "seed": seed}
+    settings |= {"system": data[0].name if is_system(data) else None}
+    settings |= {"validation": 0 if unseen is None else len(unseen.mu), "processes": crew.count}
+    told = settings | counts | {"patience": patience, "folder": str(folder), "resume": resume}
+    crew.check_alike("arguments", torch.tensor(list(json.dumps(told).encode())))
+    run = _Run(model, recipe, crew, steps, seconds)
     if folder is not None:
-        settings = asdict(model.config) | {f"recipe.{name}": value for name, value in recipe.described().items()}
-        settings |= {"steps": steps, "seconds": seconds, "seed": seed}
-        settings |= {"system": data[0].name if is_system(data) else None}
-        settings |= {"validation": 0 if unseen is None else len(unseen.mu), "processes": crew.count}
         store = Store(Path(folder), settings, writes=crew.index == 0)
         store.open(run, resume)
-    history, source = run.history, batches(model, data, recipe, seed, run.history.steps, (crew.index, crew.count))
+    history, source = run.history, batches(model, data, recipe, seed, run.history.steps, crew)
     with deferred_interrupt() as interrupted, bar(progress and crew.index == 0) as show:
         clock = time.process_time()
         while not run.finished(patience):
             try:
-                loss = backward(model, next(source), recipe, run.log_scale())
+                batch, weight = next(source)
+                loss = backward(model, batch, recipe, run.log_scale())
+                spent, clock = time.process_time() - clock, time.process_time()
+                loss, (spent, stop) = crew.share(model, weight, loss, [spent / crew.count, float(interrupted())])
             except BaseException:  # no weight has changed since the last step
                 if store is not None:
                     store.write(run)
                 raise
-            spent, clock = time.process_time() - clock, time.process_time()
-            loss, spent, stop = crew.share(model, [loss, spent, float(interrupted())])
             norm = nn.utils.clip_grad_norm_(model.parameters(), recipe.clip)
             if not math.isfinite(loss) or not bool(torch.isfinite(norm)):
                 where = "the model" if store is None else str(store.write(run))
@@ -175,7 +183,7 @@ class _Run(State[SinkhornTransformer]):
         if inner:
             optimizers.append(Muon(inner, lr=recipe.matrix_rate, weight_decay=recipe.matrix_decay))
         super().__init__(model, copy.deepcopy(model).requires_grad_(False), optimizers, History(), [], 0, None)
-        self.recipe, self.steps, self.seconds = recipe, steps, seconds
+        self.recipe, self.crew, self.steps, self.seconds = recipe, crew, steps, seconds
 
     def share(self, ahead: float = 0.0) -> float:
         """Share of the budget that is spent, some steps ahead."""
@@ -214,7 +222,7 @@ class _Run(State[SinkhornTransformer]):
     def validate(self, unseen: Batch) -> float:
         """Mean loss of the averaged weights, which are kept if they are the best since log_scale has arrived."""
         log_scale = self.log_scale()
-        value = loss_of(self.averaged, unseen, self.recipe, log_scale)
+        value = self.crew.leading(loss_of(self.averaged, unseen, self.recipe, log_scale))
         if log_scale == self.model.config.log_scale:
             self.stale += 1
             if self.history.best is None or value < self.history.best:

@@ -102,9 +102,11 @@ def _logits_by_heads(model: SinkhornTransformer, mu: Measure, nu: Measure, bfloa
     return q.to(mu.dtype).unsqueeze(2) @ weighted.flatten(-2).mT
 
 
-def backward(model: SinkhornTransformer, batch: Batch, recipe: Recipe, log_scale: float) -> float:
-    """Mean loss of a batch; its gradient is left in the parameters."""
+def backward(model: SinkhornTransformer, batch: Batch | None, recipe: Recipe, log_scale: float) -> float:
+    """Mean loss of a batch, 0 without one; its gradient is left in the parameters."""
     model.zero_grad()
+    if batch is None:
+        return 0.0
     if callable(recipe.loss):
         loss = _own_loss(model, batch, recipe.loss, log_scale, recipe.bfloat16).mean()
         if not loss.requires_grad:
