@@ -21,6 +21,9 @@ CUDA = torch.device("cuda")
 NO_NUMBA = "numba cannot be imported"
 
 needs_numba = pytest.mark.skipif(cpu.unavailable() is not None, reason="the compiled kernels need numba, extra [fast]")
+needs_interpreter = pytest.mark.skipif(
+    dispatch.triton.unavailable(CPU) is not None, reason="the GPU kernels run here in triton's interpreter, extra [gpu]"
+)
 CPU_ENGINE = pytest.param("cpu", marks=needs_numba)
 ON_ANY = [backend for backend in BACKENDS[1:] if not backend.startswith("triton")]
 # The compiled kernels solve couplings only; the reference is what the others are compared with.
@@ -83,6 +86,34 @@ def assert_same(backend, seed, epsilon, **taus):
 @pytest.mark.parametrize("epsilon", [1.0, 0.1, 0.03])
 def test_couplings_and_their_derivatives_are_those_of_the_reference(backend, seed, epsilon):
     assert_same(backend, seed, epsilon)
+
+
+@needs_interpreter
+def test_the_kernels_on_the_chip_solve_and_differentiate_as_the_reference():
+    assert_same("triton_small", 0, 0.1)
+
+
+@needs_interpreter
+@pytest.mark.parametrize("backend", ["triton_small", "triton_streamed", "triton_stored"])
+def test_a_model_runs_on_the_gpu_kernels(backend, generator):
+    model = sf.SinkhornTransformer(
+        sf.SinkhornTransformerConfig(2, 2, width=16, depth=1, heads=2, rank=8, tolerance=1e-4)
+    )
+    mu, nu = (random_measure(size, generator=generator).to(torch.float32) for size in (6, 5))
+    found = []
+    for engine in (backend, "reference"):
+        model.zero_grad()
+        with use_backend(engine):
+            pi = model(mu, nu)
+            (pi @ nu.points).square().sum().backward()
+        assert pi.solution.engine.backend == engine
+        assert pi.solution.converged
+        found.append(
+            (pi.to_dense().detach(), torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+        )
+    (plan_a, grad_a), (plan_b, grad_b) = found
+    assert torch.allclose(plan_a, plan_b, rtol=0, atol=1e-4)
+    assert float((grad_a - grad_b).norm() / grad_b.norm()) < 1e-2
 
 
 @of_penalised

@@ -15,7 +15,8 @@ from sinkformer.errors import BackendError, ConfigError, DeviceError, DTypeError
 from sinkformer.ops import blocks, scores, triton
 
 CPU = torch.device("cpu")
-WITHOUT_KERNELS = triton.unavailable(CPU)
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+WITHOUT_KERNELS = triton.unavailable(DEVICE)
 needs_kernels = pytest.mark.skipif(WITHOUT_KERNELS is not None, reason=str(WITHOUT_KERNELS))
 KERNELS = pytest.param("kernels", marks=needs_kernels)
 PASSES = ("log_sum_exp", "hardmax", "sums", "pair_weights")
@@ -31,6 +32,13 @@ def poisoned(make):
         return made.fill_(torch.nan if made.is_floating_point() else 2**30)
 
     return full
+
+
+@pytest.fixture(autouse=True)
+def _on_device():
+    """Tensors made without a device lie on the GPU, if there is one."""
+    with DEVICE:
+        yield
 
 
 @pytest.fixture(params=["torch", KERNELS])
@@ -120,11 +128,11 @@ of_all = pytest.mark.parametrize("name", list(DENSE))
 
 def problem(B=2, n=4, m=5, r=3, e=2, group=1, bias=None, dtype=torch.float64, seed=0) -> dict:
     """Scores of size one, weights of a plan of mass about one; what has a dtype is rounded to it first."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator("cpu").manual_seed(seed)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
 
     def normal(*shape, dtype=dtype):
-        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+        return torch.randn(*shape, generator=generator, dtype=torch.float64, device=CPU).to(DEVICE, dtype)
 
     shapes = {"full": (B, n, m), "shared": (n, m), "columns": (m,), "rows": (B, n, 1), "problems": (B, 1, 1)}
     t = {
@@ -162,8 +170,10 @@ def assert_right(name: str, t: dict, value: float, derivative: float) -> None:
     assert found.dtype == t["f"].dtype
     assert found.shape == wanted.shape
     assert error(found, wanted) < value
-    upstream = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    upstream = upstream.to(found.dtype).masked_fill(found == -torch.inf, 0.0)
+    upstream = torch.randn(
+        wanted.shape, generator=torch.Generator("cpu").manual_seed(1), dtype=torch.float64, device=CPU
+    )
+    upstream = upstream.to(DEVICE, found.dtype).masked_fill(found == -torch.inf, 0.0)
     used = [key for key, x in mine.items() if x is not None]
     gradients = [
         grad(y, [z[key] for key in used], u.to(y.dtype), allow_unused=True)
@@ -575,7 +585,7 @@ def test_backward_runs_what_forward_ran(engine):
         ({"q": torch.zeros(4, 3)}, ShapeError, "flatten batch axes"),
         ({"k": torch.zeros(2, 5, 3).double()}, DTypeError, "keys of dtype torch.float32.*convert one"),
         ({"q": torch.zeros(2, 4, 3).int()}, DTypeError, "a floating dtype, received torch.int32"),
-        ({"k": torch.zeros(2, 5, 3, device="meta")}, DeviceError, "keys on cpu.*received meta"),
+        ({"k": torch.zeros(2, 5, 3, device="meta")}, DeviceError, f"keys on {DEVICE}.*received meta"),
         ({"g": torch.zeros(2, 4)}, ShapeError, r"one number for each atom, shape \(2, 5\), received \(2, 4\)"),
         ({"scale": torch.zeros(3)}, ShapeError, r"a scale of shape \(2,\), or a number"),
         ({"bias": torch.zeros(2, 4, 4)}, ShapeError, r"broadcasts to \(2, 4, 5\), received \(2, 4, 4\)"),

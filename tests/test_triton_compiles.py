@@ -59,6 +59,50 @@ def scores_pass(
     return launch
 
 
+def single_atoms() -> None:
+    """Sizes of one are constants to the compiler, of another type than sizes."""
+    from sinkformer.ops.triton import streamed
+
+    q, f = torch.zeros(1, 1, 1), torch.zeros(1, 1)
+    plan = (q, q, f, f, torch.ones(1), torch.zeros(1, 1, 1))
+    streamed.log_sum_exp(q, q, f, *plan[4:])
+    streamed.hardmax(q, q, f, *plan[4:])
+    streamed.sums(*plan, q, q, q, True)
+    streamed.pair_weights(*plan, q, q, True)
+
+
+def small_problems(
+    n: int, m: int, dtype: torch.dtype, warm: bool = False, derivative: bool = False
+) -> Callable[[], None]:
+    """A batch of ``ops.triton.small``, solved or differentiated."""
+
+    def launch() -> None:
+        from sinkformer.ops.triton import small
+
+        cost, epsilon = torch.zeros(4, n, m, dtype=dtype), torch.ones(4, dtype=torch.float64)
+        a, b = (torch.ones(4, size, dtype=torch.float64) for size in (n, m))
+        if derivative:
+            small.pull_back(cost, a, b, epsilon, a, b, a, b, rtol=1e-6)
+        else:
+            small.solve(cost, a, b, epsilon, tolerance=1e-3, budget=100, start=b if warm else None)
+
+    return launch
+
+
+def stored_kernel(dtype: torch.dtype, m: int) -> Callable[[], None]:
+    """A kernel of m columns built and swept: fused in blocks of 16, 8 or 4 rows, or not at all."""
+
+    def launch() -> None:
+        from sinkformer.ops.triton import stored
+
+        kernel = stored.Kernel(torch.full((64,), 1 / 64), torch.full((m,), 1 / m), dtype)
+        zero = torch.zeros(64, dtype=torch.float64), torch.zeros(m, dtype=torch.float64)
+        kernel.build(torch.zeros(64, 64), torch.zeros(m, 64), *zero)
+        kernel.sweep(0.5)
+
+    return launch
+
+
 FORWARD = ("log_sum_exp", "hardmax", "transport", "moment")
 BACKWARD = ("softmax backward", "transport backward")
 KINDS = {
@@ -80,6 +124,20 @@ LAUNCHES: dict[str, tuple[Callable[[], None], bool]] = {
     for kind, (dtype, precision) in KINDS.items()
     for operation in ("log_sum_exp", "transport", "bias backward")
 }
+LAUNCHES["single atoms"] = single_atoms, True
+LAUNCHES |= {
+    f"stored kernel, {dtype}, {m} columns": (stored_kernel(dtype, m), True)
+    for dtype in (torch.bfloat16, torch.float32)
+    for m in (1000, 5000, 10_000, 20_000)
+}
+# What is done once a problem may leave the registers.
+LAUNCHES |= {
+    f"small problems, {dtype}, {size} atoms": (small_problems(size, size, dtype), False)
+    for dtype in (torch.float32, torch.float64)
+    for size in (16, 32, 64, 128)
+}
+LAUNCHES["small problems from a start"] = small_problems(32, 32, torch.float32, warm=True), False
+LAUNCHES["derivative of small problems"] = small_problems(64, 64, torch.float64, derivative=True), False
 QUICK = "log_sum_exp, ieee, 64 features"
 
 
@@ -136,7 +194,9 @@ def compiled(launch: Callable[[], None], card: int) -> Iterator[dict[str, Any]]:
     for kernel, args, kwargs in recorded(launch):
         types, constants, aligned = signature(kernel, args, kwargs)
         source = ASTSource(fn=kernel, signature=types, constexprs=constants, attrs=aligned)
-        options = {key: x for key, x in kwargs.items() if key in ("num_warps", "num_stages", "enable_fp_fusion")}
+        options = {
+            key: x for key, x in kwargs.items() if key in ("num_warps", "num_stages", "enable_fp_fusion", "maxnreg")
+        }
         made = package.compile(source, target=GPUTarget("cuda", card, 32), options=options)
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
             file.write(made.asm["cubin"])

@@ -13,6 +13,7 @@ from benchmarks.gpu import cards, solvers
 from benchmarks.gpu.cards import Work
 from benchmarks.gpu.problems import Clouds, clouds, ragged
 from benchmarks.gpu.solvers import Solver
+from sinkformer.attention import sinkhorn_attention
 from sinkformer.ops import scores
 
 DIMENSION = 64
@@ -74,6 +75,7 @@ def all_cases(sizes: Sizes, device: torch.device) -> Iterator[Callable[[], Case]
     yield lambda: one_problem(sizes.one, sizes.iterations, device)
     yield lambda: small_problems(sizes, device)
     yield lambda: gradients(sizes, device)
+    yield lambda: attention(sizes, device)
     yield lambda: one_problem(sizes.huge, max(2, sizes.iterations // 10), device, dense=False)
 
 
@@ -184,23 +186,65 @@ def gradients(sizes: Sizes, device: torch.device) -> Case:
         ("triton_small", ragged(sizes.batch // 4 + 1, sizes.most)),
     ):
         data = clouds(shapes, DIMENSION, 0.1, device)
-        exact = _gradient(data, "reference" if len(shapes) > 1 else "streamed", wide=True)
+        exactly = "reference" if len(shapes) > 1 else "streamed"
+        exact = _gradient(data, exactly, wide=True)
 
         def check(result: object, exact: Tensor = exact) -> float:
             assert isinstance(result, Tensor)
             return float((result.double() - exact).norm() / exact.norm())
 
-        def forward(data: Clouds = data, backend: str = backend, exact: Tensor = exact) -> Tensor:
-            _objective(data.x, data, backend)
-            return exact
+        def forward(data: Clouds = data, backend: str = backend) -> Tensor:
+            return _objective(data.x, data, backend)
+
+        value = _objective(data.x.double(), data, exactly).item()
+
+        def valued(result: object, value: float = value) -> float:
+            assert isinstance(result, Tensor)
+            return abs(float(result) - value) / value
 
         def both(data: Clouds = data, backend: str = backend) -> Tensor:
             return _gradient(data, backend, wide=False)
 
-        runs += [Run(f"{backend}, forward", forward, check), Run(f"{backend}, forward and backward", both, check)]
+        runs += [Run(f"{backend}, forward", forward, valued), Run(f"{backend}, forward and backward", both, check)]
     return Case(
         f"forward and backward, n = m = {sizes.gradient}, and {sizes.batch // 4 + 1} small problems", 1e-2, runs
     )
+
+
+def attention(sizes: Sizes, device: torch.device) -> Case:
+    """Transport attention beside torch's, forward, and forward and backward; the error is relative to float64 on the CPU."""
+    shape = (2, 8, min(sizes.one, 1024), DIMENSION)
+    generator = torch.Generator().manual_seed(4)
+    given = [torch.randn(shape, generator=generator) for _ in range(3)]
+    softmax = torch.nn.functional.scaled_dot_product_attention
+    head = [x[:1, :1].double() for x in given]
+    exact, usual = sinkhorn_attention(*head), softmax(*head)
+    q, k, v = (x.to(device).requires_grad_() for x in given)
+
+    def near(wanted: Tensor) -> Callable[[object], float]:
+        def check(result: object) -> float:
+            assert isinstance(result, Tensor)
+            return float((result[:1, :1].double().cpu() - wanted).abs().max() / wanted.abs().max())
+
+        return check
+
+    def forward(run: Callable[..., Tensor]) -> Tensor:
+        with torch.no_grad():
+            return run(q, k, v)
+
+    def both(run: Callable[..., Tensor]) -> Tensor:
+        out = run(q, k, v)
+        torch.autograd.grad(out.square().sum(), (q, k, v))
+        return out.detach()
+
+    name = f"transport attention, 2 x 8 heads, n = m = {shape[2]}, d = {DIMENSION}, 5 sweeps"
+    runs = [
+        Run("sinkformer, forward", lambda: forward(sinkhorn_attention), near(exact)),
+        Run("sinkformer, forward and backward", lambda: both(sinkhorn_attention), near(exact)),
+        Run("torch, forward", lambda: forward(softmax), near(usual)),
+        Run("torch, forward and backward", lambda: both(softmax), near(usual)),
+    ]
+    return Case(name, 1e-4, runs)
 
 
 def _objective(x: Tensor, data: Clouds, backend: str) -> Tensor:
@@ -208,8 +252,8 @@ def _objective(x: Tensor, data: Clouds, backend: str) -> Tensor:
     values = torch.randn(data.y.shape, generator=generator).to(data.y)
     with sf.use_backend(backend):
         pi = sf.Coupling.solve(
-            sf.Measure(x, data.a.to(x.dtype)),
-            sf.Measure(data.y.to(x.dtype), data.b.to(x.dtype)),
+            sf.Measure.normalized(x, data.a.to(x.dtype)),
+            sf.Measure.normalized(data.y.to(x.dtype), data.b.to(x.dtype)),
             epsilon=data.epsilon.to(x.dtype),
             tolerance=1e-4,
             on_failure="ignore",

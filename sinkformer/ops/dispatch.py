@@ -14,7 +14,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -25,14 +24,13 @@ import torch
 
 from sinkformer.errors import BackendError, ConfigError, DTypeError
 from sinkformer.ops import cpu, triton
+from sinkformer.ops.triton import small
 
 Backend = Literal["cpu", "absorbed", "streamed", "reference", "triton_small", "triton_stored", "triton_streamed"]
 BACKENDS: tuple[Backend, ...] = get_args(Backend)
 
 # Pairs of a problem beyond which no matrix is stored: 1 GiB in float64.
 MOST_STORED = 2**27
-# Atoms a side that one program of the GPU keeps on its chip.
-MOST_ON_CHIP = 128
 # Pairs of a problem below which the passes of plain torch fill a GPU as badly as kernels would.
 LEAST_FOR_KERNELS = 2**20
 # Smaller marginal errors are beyond sums in float32, the only ones of the kernels for large problems.
@@ -170,12 +168,12 @@ def _without_kernels(asked: Asked) -> str:
     """Why none of the GPU kernels was chosen for a problem on a GPU."""
     if triton.interpreted():
         return "TRITON_INTERPRET is set, which is for tests"
-    small, large = _refused_by_small(asked), _refused_by_streamed(asked)
-    if small is None or large is None:
+    on_chip, large = _refused_by_small(asked), _refused_by_streamed(asked)
+    if on_chip is None or large is None:
         large = (
             _too_fine(asked) or f"{asked.pairs} pairs are fewer than the {LEAST_FOR_KERNELS} worth kernels of their own"
         )
-    return large if max(asked.n, asked.m) > MOST_ON_CHIP else str(small)
+    return large if max(asked.n, asked.m) > small.MOST_ATOMS else str(on_chip)
 
 
 def _too_fine(asked: Asked) -> str | None:
@@ -191,7 +189,7 @@ def _free_bytes(device: torch.device) -> int:
 def kernels(backend: Backend) -> Any:
     """The module that solves a batch in one call, and differentiates it; None for engines that do not."""
     if backend == "triton_small":
-        return importlib.import_module("sinkformer.ops.triton.small")
+        return small
     return cpu if backend == "cpu" else None
 
 
@@ -224,8 +222,8 @@ def _refused_by_cpu(asked: Asked) -> str | None:
 
 
 def _refused_by_small(asked: Asked) -> str | None:
-    if max(asked.n, asked.m) > MOST_ON_CHIP:
-        return f"one program has room for {MOST_ON_CHIP} atoms a side, received {asked.n} x {asked.m}"
+    if max(asked.n, asked.m) > small.MOST_ATOMS:
+        return f"one program has room for {small.MOST_ATOMS} atoms a side, received {asked.n} x {asked.m}"
     return _only_couplings("the kernels on the chip", asked) or triton.unavailable(asked.device)
 
 

@@ -8,7 +8,7 @@ Operands may be shared by several problems: problem b reads entry ``b // group``
 of two, at least 16, which the tensor cores ask for; wider features are multiplied in ``CHUNKS``.
 """
 
-# pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false, reportOperatorIssue=false
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportCallIssue=false, reportIndexIssue=false, reportOperatorIssue=false
 
 import triton
 import triton.language as tl
