@@ -40,6 +40,11 @@ def potential_dtype(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
+def under_autocast(device: torch.device) -> bool:
+    """Whether autocast is on for a device; not for one that has none, such as meta."""
+    return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
+
+
 def safe_log(weights: Tensor) -> Tensor:
     """Logarithm of non-negative weights, ``-inf`` at zero, with gradient zero there instead of NaN."""
     positive = weights > 0

@@ -24,6 +24,8 @@ from sinkformer.solutions import Solution, Status
 from sinkformer.streamed.ranks import ALONE, Ranks
 from sinkformer.sweeps import LARGEST_COST, Loop
 
+# Epsilon over the potentials, beyond which a value in float32 would lack more than four digits.
+_LARGE = 1e3
 # Compiled sweeps before Newton's method: at most so many, for small problems this times (min(n, m) - 1)^2, and never the
 # steps that Newton's method may need.
 _MOST_BEFORE_NEWTON, _PATIENCE, _NEWTON_STEPS = 4000, 16, 60
@@ -246,7 +248,16 @@ class Stored(_Flat):
             masked_budget=masked_budget,
             start=start,
         )
-        return _Outcome(*solved)
+        outcome = _Outcome(*solved)
+        if narrow:
+            # The value is what remains of epsilon times sums of one, of which float32 has seven digits.
+            size = torch.maximum(outcome.f.abs().amax(-1), outcome.g.abs().amax(-1))
+            doubtful = (self.epsilon > _LARGE * size).nonzero().flatten()
+            if len(doubtful):
+                part = self._at(doubtful)._wide()
+                again = part._in_kernel(kernels, None if start is None else start[doubtful], masked_budget)
+                outcome = outcome.put(doubtful, again)
+        return outcome
 
     def _finished(self, kernels: Any, outcome: _Outcome, start: Tensor | None) -> _Outcome:
         """What the kernels left: problems without a solution, and absorbed sweeps with Newton's method for the others."""

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import Unpack
 
-from sinkformer._numerics import marginal_tolerance, potential_dtype, working_dtype
+from sinkformer._numerics import marginal_tolerance, potential_dtype, under_autocast, working_dtype
 from sinkformer._typing import CostMatrix, PerProblem, Potential
 from sinkformer.costs import Cost, Matrix, NegativeDot, SqEuclidean, as_cost
 from sinkformer.errors import ConfigError, DeviceError, DTypeError, NonFiniteError, ShapeError, WeightError
@@ -251,8 +251,7 @@ def _problem(mu: Measure, nu: Measure, epsilon: Tensor, asked: _Options) -> dict
 
 def _full_precision(mu: Measure) -> AbstractContextManager:
     """Autocast switched off, if it is on."""
-    lowered = torch.is_autocast_enabled(mu.device.type)
-    return torch.autocast(mu.device.type, enabled=False) if lowered else nullcontext()
+    return torch.autocast(mu.device.type, enabled=False) if under_autocast(mu.device) else nullcontext()
 
 
 def _batched(solution: Solution, mu: Measure) -> Solution:

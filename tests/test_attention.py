@@ -24,6 +24,7 @@ from sinkformer.errors import (
     NonFiniteError,
     ShapeError,
     SinkformerWarning,
+    WeightError,
 )
 
 CLOSE: dict[str, Any] = dict(rtol=1e-10, atol=1e-12)
@@ -502,11 +503,86 @@ def test_a_stored_kernel_is_right_or_none(size):
     assert stored.sweeps(s, third, third, third, 1.0, 100) is None
 
 
-def test_a_second_derivative_of_stored_sweeps_is_refused():
+@pytest.mark.parametrize("options", [{}, {"tau": 0.5}, {"iterations": 1}])
+def test_second_derivatives_of_stored_sweeps(options):
     q, k, v = triple(grad=True)
-    (first,) = torch.autograd.grad(sinkhorn_attention(q, k, v).square().sum(), q, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        first.sum().backward()
+    assert torch.autograd.gradgradcheck(lambda *t: sinkhorn_attention(*t, **options), (q, k, v))
+
+
+def test_transforms_of_functions():
+    q, k, v = triple()
+    q2 = q.clone().requires_grad_()
+    (wanted,) = torch.autograd.grad(sinkhorn_attention(q2, k, v).square().sum(), q2)
+    found = torch.func.grad(lambda q: sinkhorn_attention(q, k, v).square().sum())(q)
+    assert torch.allclose(found, wanted, rtol=0, atol=1e-12)
+    mapped = torch.func.vmap(sinkhorn_attention)(*(torch.stack((x, 2 * x)) for x in (q, k, v)))
+    assert torch.allclose(mapped[1], sinkhorn_attention(2 * q, 2 * k, 2 * v), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("scale", [1e3, 1e5, 1e6])
+def test_rows_are_exact_for_sharp_scores(scale, generator):
+    q, k = torch.randn(7, 8, generator=generator), torch.randn(9, 8, generator=generator)
+    assert (attention_plan(q, k, scale=scale).weights().sum(-1) - 1).abs().max() < 1e-6
+    few = attention_plan(q, k, scale=scale, marginals="queries").weights()
+    assert torch.allclose(few, (scale * q @ k.T).softmax(-1), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("wrong", [-3.0, float("nan"), float("inf")])
+@pytest.mark.parametrize("side", ["query_weights", "key_weights"])
+def test_weights_that_are_none(side, wrong):
+    q, k, v = triple()
+    weights = torch.ones((q if side == "query_weights" else k).shape[-2], dtype=q.dtype)
+    weights[1] = wrong
+    with pytest.raises(WeightError, match=f"expected {side} finite and non-negative, received {wrong:g}"):
+        sinkhorn_attention(q, k, v, **{side: weights})
+
+
+def test_only_proportions_of_weights_count(generator):
+    q, k, v = (t.float() for t in triple())
+    weights = torch.rand(k.shape[-2], generator=generator)
+    found = sinkhorn_attention(q, k, v, key_weights=weights * 1e38)
+    assert torch.allclose(found, sinkhorn_attention(q, k, v, key_weights=weights), rtol=0, atol=1e-6)
+
+
+def test_a_mask_of_nan_is_no_prohibition():
+    q, k, v = triple()
+    bias = torch.zeros(q.shape[-2], k.shape[-2], dtype=q.dtype)
+    bias[0, 0] = float("nan")
+    assert sinkhorn_attention(q, k, v, bias).isnan().any()
+
+
+def test_a_causal_call_checks_its_mask_first():
+    q, k, v = triple()
+    with pytest.raises(DTypeError, match="expected attn_mask as bool"):
+        sinkhorn_attention(q, k, v, torch.ones(q.shape[-2], k.shape[-2], dtype=torch.long), is_causal=True, tau=0.5)
+    with pytest.raises(ShapeError, match="expected attn_mask to broadcast"):
+        sinkhorn_attention(q, k, v, torch.ones(99, k.shape[-2], dtype=torch.bool), is_causal=True, tau=0.5)
+
+
+def test_options_that_are_none():
+    q, k, v = triple()
+    with pytest.raises(ConfigError, match="expected a finite scale, received nan"):
+        sinkhorn_attention(q, k, v, scale=float("nan"))
+    with pytest.raises(ConfigError, match=r"expected options of marginals, .*, received foo"):
+        replace_attention(nn.TransformerEncoderLayer(8, 2), foo=1)
+
+
+def test_the_module_checks_sizes_and_dtypes():
+    layer, x = SinkhornAttention(16, 4, batch_first=True), torch.randn(3, 7, 16)
+    for wrong in (
+        (x[..., :8], x, x),
+        (x, x[..., :8], x),
+        (x, x, x[..., :8]),
+        (x, x[:1], x[:1]),
+        (x, x, x[:1]),
+        (x, x, x[0]),
+    ):
+        with pytest.raises(ShapeError, match="expected"):
+            layer(*wrong)
+    with pytest.raises(DTypeError, match=r"expected a query of dtype torch\.float32 as the parameters"):
+        layer(x.double(), x.double(), x.double())
+    shapes = SinkhornAttention(16, 4, batch_first=True, device="meta")
+    assert shapes(*3 * (x.to("meta"),))[0].shape == (3, 7, 16)
 
 
 def test_the_solver_complains_as_ever():

@@ -425,3 +425,17 @@ def test_explain_takes_a_solution_or_what_has_one():
     for wrong in (half, None, Coupling.from_dense(*(Measure.uniform(half[:, None]),) * 2, torch.eye(2).double() / 2)):
         with pytest.raises(DTypeError, match="a Solution, or a coupling that was solved, received"):
             sf.explain(wrong)
+
+
+# Large epsilon ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", [CPU_ENGINE, pytest.param("triton_small", marks=needs_interpreter), *ON_ANY])
+@pytest.mark.parametrize("epsilon", [1e2, 1e4, 1e6, 1e8])
+def test_the_value_of_a_large_epsilon_keeps_its_digits_in_float32(backend, epsilon):
+    a, b = tensor(0.5, 0.5).float(), tensor(0.3, 0.7).float()
+    with use_backend(backend):
+        solution = sinkhorn(a, b, cost=torch.eye(2).flip(0), epsilon=epsilon)
+    assert solution.converged
+    # The product measure costs one half, and the entropy of what differs from it is 1 / epsilon.
+    assert abs(float(solution.value) - 0.5) < 1e-4 + 0.1 / epsilon

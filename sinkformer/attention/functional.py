@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from sinkformer._numerics import FLOAT_DTYPES, working_dtype
-from sinkformer.attention.masks import flat, sides
+from sinkformer._numerics import FLOAT_DTYPES, under_autocast, working_dtype
+from sinkformer.attention.masks import check, flat, sides
 from sinkformer.attention.options import Marginals, Options
 from sinkformer.attention.plans import AttentionPlan, Problem, exactly, kept, silenced, solve
 from sinkformer.errors import ConfigError, DeviceError, DTypeError, ShapeError
@@ -47,6 +47,9 @@ def sinkhorn_attention(
     and h solve. The last half step is on the side of the queries, so rows are exact; how far the keys are from their
     shares is what :func:`attention_plan` tells.
 
+    Exact means to the rounding of the weights where they are stored, and to the rounding of the scores, 6e-8 times their
+    size in float32, where they are made again for every pass.
+
     By default a fixed number of sweeps is made, with nothing read by the host, so ``torch.compile(fullgraph=True)`` works;
     with ``tolerance`` the library's solver is called, which looks at the numbers and warns if it stops before.
 
@@ -76,8 +79,7 @@ def sinkhorn_attention(
         iterations: sweeps to make, 5 if None; with ``tolerance`` the most of them, 2000 if None.
         tolerance: marginal error (L1) to reach.
         gradient: ``"unrolled"``, the derivative of the sweeps made, which is exact for what is computed; or, with
-            ``tolerance`` and then the default, ``"implicit"``, that of the solution. The former has no second derivative where
-            scores are stored, and says so.
+            ``tolerance`` and then the default, ``"implicit"``, that of the solution.
 
     Returns:
         ``(*batch, n, e)``, in the dtype of the inputs; under autocast in its dtype. Sums are taken in float32 or float64.
@@ -87,6 +89,7 @@ def sinkhorn_attention(
         DTypeError, DeviceError, ShapeError: arguments that do not fit together.
         InfeasibleError: with ``tolerance``: no coupling avoids the forbidden pairs.
         NonFiniteError: with ``tolerance``: scores that are NaN or infinite.
+        WeightError: negative or infinite weights; on the CPU. Elsewhere, where nothing is read, they give NaN.
     """
     options = Options.of(marginals, tau, iterations, tolerance, gradient)
     if not 0 <= dropout_p <= 1:
@@ -154,8 +157,10 @@ def _plan(
         raise ConfigError(CAUSAL)
     batch, key_batch = _flat_shapes(query, key, enable_gqa)
     n, m, d = query.shape[-2], key.shape[-2], query.shape[-1]
+    if scale is not None and not math.isfinite(scale):
+        raise ConfigError(f"expected a finite scale, received {scale}")
     if is_causal:
-        attn_mask = _causal(attn_mask, n, m, query.device)
+        attn_mask = _causal(attn_mask, (*batch, n, m), query.device)
     q = flat(query.expand(*batch, n, d), 2)
     k = flat(key.expand(*key_batch, m, d), 2)
     with exactly(query.device):
@@ -212,7 +217,7 @@ def _castable(*tensors: Tensor) -> tuple[Tensor, ...]:
         if t.device != tensors[0].device:
             raise DeviceError(f"expected {name} on {tensors[0].device} as the query, received it on {t.device}")
     kind = tensors[0].device.type
-    if torch.is_autocast_enabled(kind) and all(t.dtype != torch.float64 for t in tensors):
+    if under_autocast(tensors[0].device) and all(t.dtype != torch.float64 for t in tensors):
         return tuple(t.to(torch.get_autocast_dtype(kind)) for t in tensors)
     dtypes = [t.dtype for t in tensors]
     if len(set(dtypes)) > 1:
@@ -220,11 +225,12 @@ def _castable(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tensors
 
 
-def _causal(mask: Tensor | None, n: int, m: int, device: torch.device) -> Tensor:
+def _causal(mask: Tensor | None, shape: tuple[int, ...], device: torch.device) -> Tensor:
     """The mask, and only pairs j <= i of it."""
-    before = torch.ones(n, m, dtype=torch.bool, device=device).tril()
+    before = torch.ones(shape[-2:], dtype=torch.bool, device=device).tril()
     if mask is None:
         return before
+    check("attn_mask", mask, shape)
     if mask.dtype == torch.bool:
         return mask & before
     return torch.where(before, mask, torch.full((), -torch.inf, dtype=mask.dtype, device=device))

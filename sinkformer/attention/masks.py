@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sinkformer._numerics import safe_log
-from sinkformer.errors import DTypeError, ShapeError
+from sinkformer.attention import stored
+from sinkformer.errors import DTypeError, ShapeError, WeightError
 
 # An additive mask of this or less forbids the pair: the finite numbers that stand in for -inf (-1e4, -1e9, the least of a
 # dtype) would lose all meaning where a whole column has them, since columns are normalised.
@@ -65,11 +65,11 @@ def sides(
     if mask is None and a is None and b is None:
         log_a, log_b = (like.new_zeros(1, k).log_softmax(-1).expand(like.shape[0], k) for k in (n, m))
         return Sides(log_a, log_b)
-    present_a = like.new_ones(like.shape[0], n, dtype=torch.bool) if a is None else a > 0
-    present_b = like.new_ones(like.shape[0], m, dtype=torch.bool) if b is None else b > 0
+    present_a = like.new_ones(like.shape[0], n, dtype=torch.bool) if a is None else a != 0
+    present_b = like.new_ones(like.shape[0], m, dtype=torch.bool) if b is None else b != 0
     bias, key_bias = (None, None) if mask is None else _read(mask, like, shape)
     if bias is not None:
-        allowed = bias > FORBIDDING
+        allowed = ~(bias <= FORBIDDING)  # NaN is no prohibition, and goes on
         live_a = (allowed & present_b.unsqueeze(-2)).any(-1) & present_a
         live_b = (allowed & live_a.unsqueeze(-1)).any(-2) & present_b
         blind = ~(allowed & live_b.unsqueeze(-2)).any(-1)
@@ -78,7 +78,7 @@ def sides(
     else:
         live_a, live_b = present_a, present_b
         if key_bias is not None:
-            live_b = live_b & (key_bias > FORBIDDING)
+            live_b = live_b & ~(key_bias <= FORBIDDING)
         anybody = (live_a.any(-1) & live_b.any(-1)).unsqueeze(-1)
         live_a, live_b, blind = live_a & anybody, live_b & anybody, ~anybody.expand(-1, n)
     key_bias = None if key_bias is None else key_bias.masked_fill(~live_b, 0.0)
@@ -93,13 +93,20 @@ def flat(tensor: Tensor, axes: int) -> Tensor:
 def _weights(name: str, weights: Tensor | None, shape: tuple[int, ...], like: Tensor) -> Tensor | None:
     if weights is None:
         return None
-    _check(name, weights, shape, like)
-    return flat(weights.to(like.dtype).expand(shape), 1)
+    check(name, weights, shape)
+    weights = weights.to(like.dtype)
+    usable = (weights >= 0) & (weights < torch.inf)
+    visible = weights.device.type == "cpu" and not (torch.compiler.is_compiling() or stored.transformed())
+    if visible and not bool(usable.all()):
+        raise WeightError(
+            f"expected {name} finite and non-negative, received {float(weights[~usable][0]):g}; zero is padding"
+        )
+    return flat(weights.masked_fill(~usable, torch.nan).expand(shape), 1)
 
 
 def _read(mask: Tensor, like: Tensor, shape: tuple[int, ...]) -> tuple[Tensor | None, Tensor | None]:
     """The additive mask ``(B or 1, n, m)``, or that of the keys ``(B, m)`` if it is equal for all queries."""
-    _check("attn_mask", mask, shape, like)
+    check("attn_mask", mask, shape)
     *batch, n, m = shape
     if mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=like.dtype).masked_fill(~mask, -torch.inf)
@@ -111,7 +118,8 @@ def _read(mask: Tensor, like: Tensor, shape: tuple[int, ...]) -> tuple[Tensor | 
     return flat(mask.expand(shape), 2), None
 
 
-def _check(name: str, given: Tensor, shape: tuple[int, ...], like: Tensor) -> None:
+def check(name: str, given: Tensor, shape: tuple[int, ...]) -> None:
+    """Raise unless a mask or weights are of a kind and shape that can be used."""
     boolean = name == "attn_mask" and given.dtype == torch.bool
     if not (given.is_floating_point() or boolean):
         kinds = "bool (True = may attend) or floating point" if name == "attn_mask" else "floating point"
@@ -125,7 +133,13 @@ def _check(name: str, given: Tensor, shape: tuple[int, ...], like: Tensor) -> No
 
 def _log_shares(weights: Tensor | None, live: Tensor, like: Tensor) -> Tensor:
     """Logarithm of the share everyone has of the whole, ``-inf`` for the dead; zeros if all are dead."""
-    kept = live.to(like.dtype) if weights is None else weights * live
-    total = kept.sum(-1, keepdim=True)
-    empty = total <= 0
-    return safe_log(kept / total.masked_fill(empty, 1.0)).masked_fill(empty, 0.0)
+    kept = live.to(like.dtype) if weights is None else weights.masked_fill(~live, 0.0)
+    if not kept.shape[-1]:
+        return kept
+    # Their sum may be beyond the dtype, their quotients are not. NaN goes on.
+    top = kept.detach().amax(-1, keepdim=True)
+    empty = top <= 0
+    kept = kept / top.masked_fill(empty, 1.0)
+    shares = kept / kept.sum(-1, keepdim=True).masked_fill(empty, 1.0)
+    dead = shares == 0
+    return shares.masked_fill(dead, 1.0).log().masked_fill(dead, -torch.inf).masked_fill(empty, 0.0)

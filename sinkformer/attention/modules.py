@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from sinkformer._numerics import under_autocast
 from sinkformer.attention.functional import CAUSAL, attend, attention_plan, check_padded, sinkhorn_attention
 from sinkformer.attention.masks import FORBIDDING
 from sinkformer.attention.options import Marginals, Options
@@ -162,6 +163,11 @@ class SinkhornAttention(nn.Module):
             ConfigError: a causal mask with hard marginals of both sides.
             DTypeError, ShapeError: arguments that do not fit together.
         """
+        if value.shape[:-1] != key.shape[:-1] or value.shape[-1] != self.vdim:
+            raise ShapeError(
+                f"expected one value with {self.vdim} features for every key, received {tuple(value.shape)} and keys "
+                f"{tuple(key.shape)}"
+            )
         call = self._read(query, key, key_padding_mask, attn_mask, is_causal, query_padding_mask)
         q, k, v = (self._heads(t) for t in self._projected(query, key, value))
         dropout = self.dropout if self.training else 0.0
@@ -232,6 +238,20 @@ class SinkhornAttention(nn.Module):
             raise ShapeError(
                 f"expected query and key both with or both without a batch axis, received {tuple(query.shape)} and "
                 f"{tuple(key.shape)}"
+            )
+        widths = {"query": (query, self.embed_dim), "key": (key, self.kdim)}
+        for name, (tokens, width) in widths.items():
+            if tokens.shape[-1] != width:
+                raise ShapeError(f"expected {name} with {width} features, received shape {tuple(tokens.shape)}")
+        batch = 0 if self.batch_first else 1
+        if query.dim() == 3 and query.shape[batch] != key.shape[batch]:
+            raise ShapeError(
+                f"expected query and key of one batch size, received {tuple(query.shape)} and {tuple(key.shape)}"
+            )
+        weight = self.out_proj.weight
+        if query.dtype != weight.dtype and not under_autocast(query.device):
+            raise DTypeError(
+                f"expected a query of dtype {weight.dtype} as the parameters, received {query.dtype}; use .to()"
             )
         along = -2 if self.batch_first or query.dim() == 2 else 0
         n, m = query.shape[along], key.shape[along]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from sinkformer._numerics import safe_divide
+from sinkformer._numerics import safe_divide, under_autocast
 from sinkformer.attention import stored
 from sinkformer.attention.masks import Sides, flat
 from sinkformer.attention.options import Options
@@ -62,9 +62,13 @@ class Problem:
         return scores.transport(self.query, self.key, f, h, values, scale=self.scale, bias=self.sides.bias)
 
     def weights(self, f: Tensor, h: Tensor) -> Tensor:
-        """The matrix exp(f_i + S_ij + h_j), ``(B, n, m)``."""
+        """The matrix exp(f_i + S_ij + h_j), ``(B, n, m)``; f is minus the log-sums of h, so this is a softmax."""
         s = self.scores(h.dtype) if self.stored is None else self.stored
-        return (f.unsqueeze(-1) + s + h.unsqueeze(-2)).exp()
+        return _present((s + h.unsqueeze(-2)).softmax(-1), self._alone(f))
+
+    def _alone(self, f: Tensor) -> Tensor | None:
+        """Rows of zeros, as a column."""
+        return None if self.sides.blind is None else (f == -torch.inf).unsqueeze(-1)
 
     def scores(self, dtype: torch.dtype) -> Tensor:
         """S, ``(B, n, m)``."""
@@ -133,8 +137,7 @@ def _solved(problem: Problem, options: Options) -> Tensor:
 
 def exactly(device: torch.device) -> AbstractContextManager:
     """Autocast off: it would lower the precision of scores."""
-    lowered = torch.is_autocast_enabled(device.type)
-    return torch.autocast(device.type, enabled=False) if lowered else nullcontext()
+    return torch.autocast(device.type, enabled=False) if under_autocast(device) else nullcontext()
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -218,7 +221,9 @@ class AttentionPlan:
             or any(h not in (1, w) for h, w in zip(values.shape[-2::-1], expected[::-1], strict=False))
             or values.shape[-2] != m
         ):
-            raise ShapeError(f"expected values of shape {(*expected, 'e')}, received {tuple(values.shape)}")
+            raise ShapeError(
+                f"expected values of shape ({', '.join(map(str, expected))}, e), received {tuple(values.shape)}"
+            )
         return silenced(flat(values.expand(*expected, values.shape[-1]), 2), self.problem.sides.dead)
 
     def _shaped(self, tensor: Tensor) -> Tensor:

@@ -59,6 +59,11 @@ def replace_attention(
     Warns:
         SinkformerWarning: subclasses of ``nn.MultiheadAttention`` were found and left: what they compute is not known.
     """
+    unknown = sorted(set(options) - set(AttentionOptions.__annotations__))
+    if unknown:
+        raise ConfigError(
+            f"expected options of {', '.join(AttentionOptions.__annotations__)}, received {', '.join(unknown)}"
+        )
     checked = Options.of(**options)
     found = dict(_named(model))
     subclasses = {name: module for name, module in found.items() if type(module) is not nn.MultiheadAttention}

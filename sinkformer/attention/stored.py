@@ -4,6 +4,7 @@ After one sweep in the log domain, with f_1 and c_1 its log-sums of rows and col
 c_1j) has columns of mean one, and later sweeps multiply it with vectors. A step of the derivative is a product with E too,
 and what all steps leave at the scores is E o (L R^T), with one column of L and R for every half step: nothing of size n x m is
 kept for a sweep. Where sums come near the ends of the dtype's range there is no result, and the log domain is for them.
+Second derivatives are those of the sweeps in the log domain, made again.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 # Pairs of all problems together up to which scores are stored: 256 MiB in float32, a few times.
 MOST_STORED = 2**26
@@ -24,6 +24,11 @@ _LEAST = {torch.float32: 1e-14, torch.float64: 1e-100}
 def storable(device: torch.device, pairs: int) -> bool:
     """Whether to store the scores of so many pairs. A compiled graph cannot look at the sums."""
     return device.type == "cpu" and pairs <= MOST_STORED and not torch.compiler.is_compiling()
+
+
+def transformed() -> bool:
+    """Whether a transform of ``torch.func`` is at work, under which values cannot be looked at."""
+    return torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def sweeps(
@@ -45,10 +50,22 @@ def sweeps(
     Returns:
         ``(f, h)``, ``(B, n)`` and ``(B, m)``; None if the range of the dtype does not suffice.
     """
+    if transformed():
+        return _in_logarithms(scores, log_a, base, start, tau, iterations)
     outcome = _Sweeps.apply(scores, log_a, base, start, tau, iterations)
     assert isinstance(outcome, tuple)
     f, h, within = outcome
     return (f, h) if bool(within) else None
+
+
+def _in_logarithms(
+    scores: Tensor, log_a: Tensor, base: Tensor, h: Tensor, tau: float, iterations: int
+) -> tuple[Tensor, Tensor]:
+    """The same sweeps, every one with its exponentials: derivatives of any order, and transforms of ``torch.func``."""
+    for _ in range(iterations):
+        f = -torch.logsumexp(scores + h.unsqueeze(-2), -1)
+        h = base - tau * torch.logsumexp(scores + (f + log_a).unsqueeze(-1), -2)
+    return -torch.logsumexp(scores + h.unsqueeze(-2), -1), h
 
 
 class _Sweeps(torch.autograd.Function):
@@ -56,6 +73,7 @@ class _Sweeps(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, scores: Tensor, log_a: Tensor, base: Tensor, start: Tensor, tau: float, iterations: int):
+        given = scores, log_a, base, start
         a, base, h = log_a.exp().unsqueeze(-1), base.unsqueeze(-2), start.unsqueeze(-2)
         f = first_f = -torch.logsumexp(scores + h, -1, keepdim=True)
         c = first_c = torch.logsumexp(scores + (f + log_a.unsqueeze(-1)), -2, keepdim=True)
@@ -77,15 +95,20 @@ class _Sweeps(torch.autograd.Function):
         within = (torch.cat(sums, -1) > limit).all()
         within &= (torch.cat([*v, *(t.mT for t in u)], -1) < 1 / limit).all()
         ctx.tau = tau
-        ctx.save_for_backward(kernel, a, *u, *v, *w)
+        ctx.save_for_backward(*given, kernel, a, *u, *v, *w)
         ctx.mark_non_differentiable(within)
         return f.squeeze(-1), h.squeeze(-2), within
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor):  # type: ignore[override]
-        kernel, a, *factors = ctx.saved_tensors
+        scores, log_a, base, start, kernel, a, *factors = ctx.saved_tensors
         iterations = len(factors) // 3
+        if torch.is_grad_enabled():  # it is going to be differentiated
+            given = scores, log_a, base, start
+            asked = [t for t, needed in zip(given, ctx.needs_input_grad, strict=False) if needed]
+            again = _in_logarithms(scores, log_a, base, start, ctx.tau, iterations)
+            found = iter(torch.autograd.grad(again, asked, grads[:2], create_graph=True, allow_unused=True))
+            return (*(next(found) if needed else None for needed in ctx.needs_input_grad[:4]), None, None)
         u, v, w = factors[: iterations + 1], factors[iterations + 1 : 2 * iterations + 2], factors[2 * iterations + 2 :]
         grad_f, grad_h = grads[0].unsqueeze(-1), grads[1].unsqueeze(-2)
         grad_a, grad_base = torch.zeros_like(a), torch.zeros_like(grad_h)
