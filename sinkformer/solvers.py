@@ -275,6 +275,8 @@ def _sharded(
         with torch.no_grad(), _full_precision(rows):
             cost(rows.points[..., :1, :], nu.points)
         terms.update(_terms(rows, nu, cost, scale, asked))
+        if rows.n:
+            terms["choice of weights of the source"] = "none (uniform)" if mu.uniform else "weights"
     (mass,) = ranks.total(rows.weights.detach().sum(-1, dtype=scale.dtype).flatten())
     if not bool(((mass > 0) & mass.isfinite()).all()):
         raise WeightError(

@@ -14,7 +14,7 @@ from hypothesis import given
 from torch import Tensor
 
 import sinkformer as sf
-from sinkformer.errors import ConfigError, ConvergenceError, DTypeError, NonFiniteError, ShapeError
+from sinkformer.errors import BackendError, ConfigError, ConvergenceError, DTypeError, NonFiniteError, ShapeError
 from sinkformer.systems import (
     ContextSwitch,
     EntropicTransport,
@@ -878,3 +878,14 @@ def test_drafts_check_their_measures():
     solid = sf.Measure.uniform(torch.zeros(2, 3, 3, dtype=torch.float64))
     with pytest.raises(ShapeError, match="dimensions"):
         system.draft(solid, solid, 1e-7)
+
+
+def test_a_second_derivative_through_whitening_is_refused():
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(6, 2, generator=generator, dtype=torch.float64, requires_grad=True)
+    y = torch.randn(5, 2, generator=generator, dtype=torch.float64)
+    pi = Whitened(epsilon=1.0)(sf.Measure.uniform(x), sf.Measure.uniform(y))
+    loss = (pi @ y).square().sum()
+    assert torch.autograd.grad(loss, x, retain_graph=True)[0].isfinite().all()
+    with pytest.raises(BackendError, match="expected first derivatives of a whitened system"):
+        torch.autograd.grad(loss, x, create_graph=True)

@@ -218,17 +218,17 @@ def explain(solved: Any) -> str:
 def _refused_by_cpu(asked: Asked) -> str | None:
     if asked.device.type != "cpu":
         return f"the compiled kernels run on the CPU, the measures are on {asked.device}"
-    return _only_couplings("the compiled kernels", asked) or cpu.unavailable()
+    return _only_couplings("the compiled kernels solve", asked) or cpu.unavailable()
 
 
 def _refused_by_small(asked: Asked) -> str | None:
     if max(asked.n, asked.m) > small.MOST_ATOMS:
         return f"one program has room for {small.MOST_ATOMS} atoms a side, received {asked.n} x {asked.m}"
-    return _only_couplings("the kernels on the chip", asked) or triton.unavailable(asked.device)
+    return _only_couplings("the kernels on the chip solve", asked) or triton.unavailable(asked.device)
 
 
 def _refused_by_stored(asked: Asked) -> str | None:
-    return _only_couplings("the stored kernel", asked) or _refused_by_streamed(asked)
+    return _only_couplings("a stored kernel solves", asked) or _refused_by_streamed(asked)
 
 
 def _refused_by_streamed(asked: Asked) -> str | None:
@@ -243,7 +243,7 @@ def _refused_by_streamed(asked: Asked) -> str | None:
 
 def _only_couplings(who: str, asked: Asked) -> str | None:
     if asked.taus != (1.0, 1.0):
-        return f"{who} solve couplings (tau_a = tau_b = 1), received taus {asked.taus}"
+        return f"{who} couplings (tau_a = tau_b = 1), received taus {asked.taus}"
     return _UNROLLED if asked.unrolled else None
 
 

@@ -163,7 +163,7 @@ def _gradients(ctx: Any, one: Callable[..., tuple[Tensor, Tensor, Tensor]], *ups
         ]
     # Marked if they may be differentiated again: a constant would pass for a derivative of zero.
     if torch.is_grad_enabled():
-        found = _FirstOrder.apply(len(found), *found, *inputs, *upstream)
+        found = _FirstOrder.apply(ctx.ranks, len(found), *found, *inputs, *upstream)
         assert isinstance(found, tuple)
     rest = iter(found)
     return tuple(next(rest) if needed else None for needed in ctx.needs_input_grad)
@@ -191,14 +191,19 @@ class _FirstOrder(torch.autograd.Function):
     """The identity on first derivatives, a function of what they depend on, which cannot be differentiated."""
 
     @staticmethod
-    def forward(ctx: Any, count: int, *tensors: Tensor | None):
+    def forward(ctx: Any, ranks: Ranks, count: int, *tensors: Tensor | None):
+        ctx.alone = ranks.alone
         return tuple(t.clone() for t in tensors[:count] if t is not None)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor):
+        remedy = (
+            "use an engine that holds the cost matrix, or gradient='unrolled'"
+            if ctx.alone
+            else "solve in one process, without process_group, on an engine that holds the cost matrix"
+        )
         raise BackendError(
-            "expected first derivatives only, received a request for second ones: the streamed engine has none; use an "
-            "engine that holds the cost matrix, or gradient='unrolled'"
+            f"expected first derivatives only, received a request for second ones: the streamed engine has none; {remedy}"
         )
 
 

@@ -14,7 +14,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any
 
@@ -43,7 +43,8 @@ class Shard:
     Args:
         points: coordinates of these atoms, ``(*batch, n, d)``, floating point; n may be 0, and differ between processes.
         weights: their weights ``(*batch, n)``, dtype and device of ``points``, non-negative, in one unit for all processes:
-            the sum over all of them is what counts as one. None gives every atom of the whole measure the same weight.
+            the sum over all of them is what counts as one. None gives every atom of the whole measure the same weight; on all
+            processes or on none.
 
     Example:
         >>> import torch
@@ -53,9 +54,12 @@ class Shard:
 
     points: Points
     weights: Weights = None  # type: ignore[assignment]
+    uniform: bool = field(default=False, init=False, repr=False)
 
     def __post_init__(self):
         """Fill in the weights."""
+        if self.weights is None:
+            object.__setattr__(self, "uniform", True)
         if self.weights is None and isinstance(self.points, Tensor) and self.points.dim() > 1:
             object.__setattr__(self, "weights", self.points.detach().new_ones(self.points.shape[:-1]))
 
@@ -190,7 +194,7 @@ class Ranks:
 
     @contextmanager
     def agreed(self) -> Iterator[dict[str, Any]]:
-        """Everything put into the dictionary must be the same on every rank, and an error inside is one of all.
+        """What several ranks put into the dictionary must be the same, and an error inside is one of all.
 
         Raises:
             DistributedError: two ranks differ, or another one had an error.
@@ -205,12 +209,12 @@ class Ranks:
         failures = [f"rank {k} had a {theirs['']}" for k, theirs in enumerate(told) if "" in theirs]
         if failures:
             raise DistributedError(f"expected arguments without an error on every rank; {'; '.join(failures)}")
-        for k, theirs in enumerate(told):
-            for name in terms:
-                if theirs[name] != told[0][name]:
+        for name in dict.fromkeys(name for theirs in told for name in theirs):
+            (first, wanted), *others = [(k, theirs[name]) for k, theirs in enumerate(told) if name in theirs]
+            for k, value in others:
+                if value != wanted:
                     raise DistributedError(
-                        f"expected the same {name} on every rank, received {told[0][name]} on rank 0 and {theirs[name]} on "
-                        f"rank {k}"
+                        f"expected the same {name} on every rank, received {wanted} on rank {first} and {value} on rank {k}"
                     )
 
     def _exchanged(self, terms: dict[str, str]) -> list[dict[str, str]]:

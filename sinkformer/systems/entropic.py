@@ -33,12 +33,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from sinkformer._typing import Features, PlanMatrix, Points
 from sinkformer.costs import Cost, Euclidean, Matrix, NegativeDot, SqEuclidean
 from sinkformer.couplings import Coupling, FeatureMap
-from sinkformer.errors import ConfigError
+from sinkformer.errors import BackendError, ConfigError
 from sinkformer.measures import Measure
 from sinkformer.systems.base import (
     System,
@@ -254,8 +253,12 @@ class _InverseRoot(torch.autograd.Function):
         return (vectors * values.rsqrt().unsqueeze(-2)) @ vectors.mT
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad: Tensor):  # type: ignore[override]
+        if torch.is_grad_enabled():  # a second derivative without this part would be wrong in silence
+            raise BackendError(
+                "expected first derivatives of a whitened system only, received create_graph=True; whiten the points "
+                "yourself, by a Cholesky factor, if you need second ones"
+            )
         values, vectors = ctx.saved_tensors
         roots = values.sqrt()
         # Divided differences of t^(-1/2) (Daleckii, Krein), in a form that has no 0 / 0.

@@ -41,6 +41,8 @@ Link = tuple[int, int]
 _LINK = re.compile(r"(\d{1,9})([-p?])(\d{1,9})(?::(\d+(?:\.\d*)?(?:[eE][-+]?\d+)?|\.\d+))?", re.ASCII)
 _SIGNS = ("p", "?")
 _BLINKER = re.compile(r"\s*(\d{1,9})\s+(\d{1,9})\s+(\d{1,9})(?:\s+([SP]))?(?:\s+[\d.eE+-]+)?\s*", re.ASCII)
+# Shares are of a word's mass; without null atoms those of the shorter side add up to the longer one.
+_MOST_SHARE = 1e6
 # Pairs without a link in a row, beyond which a pair number is no number of a pair.
 _LARGEST_GAP = 100_000
 
@@ -164,6 +166,24 @@ def read_links(
     return LinkFile(name, kind, tuple(pairs), reader.repeated)
 
 
+def _of_one_length(gold: LinkFile, predicted: LinkFile) -> tuple[LinkFile, LinkFile]:
+    """Both files, pairs without a line at the end of a ``blinker`` file filled in."""
+    most = max(len(gold.pairs), len(predicted.pairs))
+    files = [_filled(file, most) if file.format is GoldFormat.blinker else file for file in (gold, predicted)]
+    if len(files[0].pairs) != len(files[1].pairs):
+        kind = "pairs" if GoldFormat.blinker in (gold.format, predicted.format) else "lines"
+        raise FormatError(
+            f"expected two files with the same number of {kind}, but {gold.name} has {len(gold.pairs)} and "
+            f"{predicted.name} has {len(predicted.pairs)}; check that they belong together"
+        )
+    return files[0], files[1]
+
+
+def _filled(file: LinkFile, count: int) -> LinkFile:
+    rest = (LinkedPair(0, (), id=k) for k in range(len(file.pairs) + 1, count + 1))
+    return replace(file, pairs=(*file.pairs, *rest))
+
+
 def _blinker(lines: Sequence[str], name: str) -> LinkFile:
     """Links grouped by pair; a pair without a line of its own has no links. Word 0 is null, which carries none."""
     sure, possible, first, last, count = {}, {}, {}, 0, 0
@@ -210,11 +230,7 @@ def score_files(gold: LinkFile, predicted: LinkFile, *, ignore_possible: bool = 
         FormatError: different numbers of lines; both files hold the words and they differ, upper and lower case aside;
             a link outside the words of the other file; a gold line that holds an error. Names files and lines.
     """
-    if len(gold.pairs) != len(predicted.pairs):
-        raise FormatError(
-            f"expected two files with the same number of lines, but {gold.name} has {len(gold.pairs)} and "
-            f"{predicted.name} has {len(predicted.pairs)}; check that they belong together"
-        )
+    gold, predicted = _of_one_length(gold, predicted)
     sizes = []
     for k, (wanted, found) in enumerate(zip(gold.pairs, predicted.pairs, strict=True)):
         if wanted.error is not None:
@@ -257,6 +273,8 @@ def coupling_distances(
 ) -> CouplingDistances | None:
     """How far the couplings of a file are from gold, where every predicted pair has one; None if none has.
 
+    A line that holds an error instead of a result is left out.
+
     Args:
         gold: gold links; the files belong together, see :func:`score_files`.
         predicted: lines of ``sinkformer align --format jsonl --couplings``.
@@ -265,14 +283,18 @@ def coupling_distances(
     Raises:
         FormatError: some lines have a coupling and others have none; a coupling without mass. Names file and line.
     """
-    missing = [k for k, pair in enumerate(predicted.pairs) if pair.coupling is None]
-    if len(missing) == len(predicted.pairs):
+    gold, predicted = _of_one_length(gold, predicted)
+    if all(pair.coupling is None for pair in predicted.pairs):
         return None
-    if missing:
-        raise FormatError(f"{predicted.where(missing[0])}: expected a coupling in every line, received a line without")
     tv, w1 = [], []
     for k, (wanted, found) in enumerate(zip(gold.pairs, predicted.pairs, strict=True)):
-        assert found.coupling is not None
+        if found.error is not None:
+            continue
+        if found.coupling is None:
+            raise FormatError(
+                f"{predicted.where(k)}: expected a coupling in every line, received a line without; align all of them "
+                f"with --couplings"
+            )
         n, m = (size - 1 for size in found.coupling.shape)
         target = target_coupling(wanted.sure if ignore_possible else wanted.links, n, m)
         try:
@@ -453,6 +475,8 @@ def _coupling(record: dict[str, Any], sizes: tuple[int, int] | None) -> Tensor |
     if "coupling" not in record:
         return None
     rows = record["coupling"]
+    if isinstance(rows, list) and any(isinstance(x, bool) for row in rows if isinstance(row, list) for x in row):
+        raise FormatError("expected numbers under 'coupling', received true or false")
     try:
         found = torch.tensor(rows, dtype=torch.float64)
     except (TypeError, ValueError, OverflowError):
@@ -460,8 +484,18 @@ def _coupling(record: dict[str, Any], sizes: tuple[int, int] | None) -> Tensor |
     if found.dim() != 2 or (sizes is not None and found.shape != (sizes[0] + 1, sizes[1] + 1)):
         wanted = "n + 1 rows of m + 1" if sizes is None else f"{sizes[0] + 1} rows of {sizes[1] + 1}"
         raise FormatError(f"expected {wanted} numbers under 'coupling', null last, received {_short(json.dumps(rows))}")
-    if not bool(((found >= 0) & (found < torch.inf)).all()):
-        raise FormatError("expected masses >= 0 under 'coupling', received negative ones or no numbers")
+    if not bool(((found >= 0) & (found <= _MOST_SHARE)).all()):
+        raise FormatError(
+            f"expected shares of a word's mass under 'coupling', from 0 to {_MOST_SHARE:g}, received others or no numbers"
+        )
+    # A word adds its own mass, or a little more where masses are only penalised; the corner says nothing about words.
+    words = sum(found.shape) - 2
+    total = float(found.sum() - found[-1, -1])
+    if total > 2 * words:
+        raise FormatError(
+            f"expected shares of a word's mass under 'coupling', in all about {words} for {words} words, received the sum "
+            f"{total:g}; write them with --couplings"
+        )
     return found
 
 

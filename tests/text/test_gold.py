@@ -288,8 +288,9 @@ def test_the_distance_of_couplings():
         ),
         ("[[1, 0], [0]]", "f:1: expected 3 rows of 2 numbers"),
         ('"x"', "f:1: expected 3 rows of 2 numbers"),
-        ("[[1, 0], [0, -1], [0, 0]]", "f:1: expected masses >= 0"),
-        ("[[1, 0], [0, NaN], [0, 0]]", "f:1: expected masses >= 0"),
+        ("[[1, 0], [0, -1], [0, 0]]", "f:1: expected shares of a word's mass under 'coupling', from 0 to 1e+06"),
+        ("[[1, 0], [0, NaN], [0, 0]]", "f:1: expected shares"),
+        ("[[1, 0], [0, 1e308], [0, 0]]", "f:1: expected shares"),
     ],
 )
 def test_what_is_no_coupling(coupling, message):
@@ -298,10 +299,55 @@ def test_what_is_no_coupling(coupling, message):
     assert str(caught.value).startswith(message)
 
 
+@pytest.mark.parametrize(
+    ("coupling", "message"),
+    [
+        ("[[true, 0], [0, 1], [0, 0]]", "f:1: expected numbers under 'coupling', received true or false"),
+        ("[[1e308, 0], [0, 1], [0, 0]]", "f:1: expected shares of a word's mass"),
+        ("[[7, 0], [0, 7], [0, 0]]", "f:1: expected shares of a word's mass under 'coupling', in all about 3"),
+    ],
+)
+def test_shares_beyond_the_mass_of_words(coupling, message):
+    with pytest.raises(FormatError) as caught:
+        read(PAIR % coupling)
+    assert str(caught.value).startswith(message)
+
+
+def test_errors_and_pairs_without_words_have_distances():
+    gold = read('{"source": ["a", "b"], "target": ["c"], "sure": [[0, 0]]}\n{"sure": []}\n{"sure": []}\n')
+    empty = '{"source": [], "target": [], "links": [], "coupling": [[0.0]]}\n'
+    found = read(PAIR % "[[1, 0], [0, 1], [0, 0]]" + '{"id": 2, "error": "blank"}\n' + empty)
+    assert coupling_distances(gold, found).tv == pytest.approx((0, 0))
+
+
+def test_the_last_pairs_of_blinker_may_have_no_lines():
+    gold, found = read("1 1 1\n", "blinker"), read(PAIR % "[[1, 0], [0, 1], [0, 0]]" * 2)
+    assert score_files(gold, found).micro.precision == 0.5
+    assert len(coupling_distances(gold, found).tv) == 2
+    with pytest.raises(FormatError, match="same number of pairs"):
+        score_files(read("3 1 1\n", "blinker"), found)
+
+
 def test_a_coupling_in_every_line_or_in_none():
     gold = read('{"source": ["a", "b"], "target": ["c"], "sure": [[0, 0]]}\n' * 2)
-    with pytest.raises(FormatError, match=r"^f:2: expected a coupling in every line"):
+    with pytest.raises(
+        FormatError, match=r"^f:2: expected a coupling in every line.*; align all of them with --couplings"
+    ):
         coupling_distances(gold, read(PAIR % "[[1, 0], [0, 1], [0, 0]]" + '{"links": []}\n'))
     empty = read(PAIR % "[[0, 0], [0, 0], [0, 0]]" * 2)
     with pytest.raises(FormatError, match=r"^f:1: expected mass on words"):
         coupling_distances(gold, empty)
+
+
+def test_lines_with_an_error_are_left_out_of_the_distance():
+    gold = read('{"source": ["a", "b"], "target": ["c"], "sure": [[0, 0]]}\n' * 2)
+    found = read('{"id": 1, "error": "no pair"}\n' + PAIR % "[[1, 0], [0, 1], [0, 0]]")
+    assert coupling_distances(gold, found).tv == (0.0,)
+
+
+def test_the_last_pairs_of_a_blinker_file_may_have_no_links():
+    gold, found = read("1 1 1\n1 2 2\n2 1 1\n", "blinker"), read("0-0 1-1\n0-0\n\n")
+    assert score_files(gold, found).micro.f1 == 1
+    assert score_files(found, gold).micro.f1 == 1
+    with pytest.raises(FormatError, match="same number of pairs, but f has 2 and f has 1"):
+        score_files(gold, read("0-0\n"))
