@@ -611,3 +611,13 @@ def test_values_must_match_the_keys():
     for values in (torch.zeros(2, 4, 2), torch.zeros(1, 5, 2), torch.zeros(5, 2)):
         with pytest.raises(ShapeError, match="one row for each key"):
             called("transport", {**t, "values": values})
+
+
+@needs_kernels
+def test_values_that_are_the_keys_read_in_another_order():
+    t = problem(B=1, n=3, m=4, r=4, e=4, dtype=torch.float32)
+    for values in (t["k"].mT, t["k"]):
+        given = {**t, "values": values}
+        with scores.use_kernels(True):
+            found = called("transport", given)
+        assert error(found, DENSE["transport"](given)) < 1e-5

@@ -36,12 +36,18 @@ def small_blocks(monkeypatch):
 
 
 @pytest.fixture(autouse=True)
-def _poisoned():
+def _poisoned(monkeypatch):
     """Memory that was not written to is NaN."""
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+    def filled(allocate):
+        def full(*arguments, **options):
+            made = allocate(*arguments, **options)
+            return made.fill_(NAN) if made.is_floating_point() else made
+
+        return full
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", filled(torch.Tensor.new_empty))
+    monkeypatch.setattr(torch, "empty", filled(torch.empty))
 
 
 class Case:

@@ -30,14 +30,17 @@ class Solver:
     share: float = 1.0
 
 
-def sinkformer(backend: str, *, iterations: int | None = None, tolerance: float | None = None) -> Solver:
-    """One of our engines: so many iterations, or to a tolerance."""
+def sinkformer(
+    backend: str, *, iterations: int | None = None, tolerance: float | None = None, matrix: bool = False
+) -> Solver:
+    """One of our engines: so many iterations, or to a tolerance; from points, or from a matrix of costs in float32."""
 
     def run(clouds: Clouds) -> Potentials:
         with sf.use_backend(backend), torch.no_grad():
             solution = sf.sinkhorn(
-                sf.Measure(clouds.x, clouds.a),
-                sf.Measure(clouds.y, clouds.b),
+                clouds.a if matrix else sf.Measure(clouds.x, clouds.a),
+                clouds.b if matrix else sf.Measure(clouds.y, clouds.b),
+                cost=clouds.costs() if matrix else sf.SqEuclidean(),
                 epsilon=clouds.epsilon,
                 tolerance=0.0 if iterations is not None else tolerance,
                 max_iterations=iterations or 5000,

@@ -183,7 +183,9 @@ def _too_fine(asked: Asked) -> str | None:
 
 
 def _free_bytes(device: torch.device) -> int:
-    return torch.cuda.mem_get_info(device)[0]
+    """Of the card, with what torch keeps for later: it does not depend on what ran before."""
+    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + kept
 
 
 def kernels(backend: Backend) -> Any:

@@ -21,7 +21,19 @@ def unavailable(device: torch.device) -> str | None:
     """Why the kernels cannot run on a device, or None if they can."""
     if device.type != "cuda" and not (device.type == "cpu" and interpreted()):
         return f"the Triton kernels run on CUDA devices, the measures are on {device}"
-    return _import_triton()
+    return _import_triton() or _too_old(device)
+
+
+def _too_old(device: torch.device) -> str | None:
+    """Why a card cannot run what the kernels are compiled to."""
+    if device.type != "cuda" or interpreted() or not torch.cuda.is_available():
+        return None
+    if torch.version.hip is not None:
+        return "the Triton kernels are written for NVIDIA cards, this torch is built for ROCm"
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < 8:
+        return f"the Triton kernels need compute capability 8.0 (A100, RTX 30) or higher, this card has {major}.{minor}"
+    return None
 
 
 def interpreted() -> bool:

@@ -123,7 +123,7 @@ def _tile(size: int) -> int:
 def _options(N: int, M: int, dtype: torch.dtype) -> dict[str, int]:
     """Of a launch: 32 entries of float32, or 8 of float64, for each thread."""
     warps = min(16, max(1, N * M // (1024 if dtype == torch.float32 else 256)))
-    return {"num_warps": warps, "maxnreg": _REGISTERS}
+    return {"num_warps": warps, "maxnreg": _REGISTERS, "enable_fp_fusion": True}
 
 
 def _launch(kernel: Any, count: int, arguments: tuple, constants: dict[str, Any], dtype: torch.dtype) -> None:

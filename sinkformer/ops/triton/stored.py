@@ -154,6 +154,7 @@ def _sweep_rows(
         total = tl.where(total > _LEAST_SUM, total, 1 / old)
         current = old * total
         new = ((1 + t) + (1 - t) * current) / ((1 - t) + (1 + t) * current) / total
+        tl.debug_barrier()  # other threads of this program may still read the old u
         tl.store(u + rows, new, mask=has_row)
         violation += weight * tl.abs(new * total - 1)
         mass += weight * (new * total)
@@ -468,7 +469,7 @@ def _cut(size: int, parts: int, unit: int) -> int:
 
 def _launch(kernel: Any, grid: tuple[int, ...], first: Tensor, *rest: Any, **constants: Any) -> None:
     with torch.cuda.device_of(first):
-        kernel[grid](first, *rest, **constants)
+        kernel[grid](first, *rest, enable_fp_fusion=True, **constants)
 
 
 def _multiprocessors(device: torch.device) -> int:

@@ -80,6 +80,11 @@ def hardmax(
     return highest, index.gather(0, part.unsqueeze(0)).squeeze(0)
 
 
+def _same(x: Tensor, y: Tensor) -> bool:
+    """Whether two tensors are one, read in one order."""
+    return (x.data_ptr(), x.shape, x.stride(), x.dtype) == (y.data_ptr(), y.shape, y.stride(), y.dtype)
+
+
 def sums(
     q: Tensor,
     k: Tensor,
@@ -99,7 +104,7 @@ def sums(
     if not count * n * m:
         return f.new_zeros((count, n, v)), f.new_zeros((count, n))
     factors = _Factors(left, right, precision)
-    of_keys = values is not None and values.data_ptr() == k.data_ptr() and values.shape == k.shape
+    of_keys = values is not None and _same(values, k)
     q, k, f, g, scale = (x.contiguous() for x in (q, k, f, g, scale))
     values = values.contiguous() if v and values is not None else None
     tiles = _tiles(_OF_SUMS, max(r, factors.width, v), _kind(q, precision), factors.kind, _kind(values, precision))
@@ -264,5 +269,11 @@ def _launch(name: str, grid: tuple[int, int, int], arguments: tuple, constants: 
     device = arguments[0].device
     with torch.cuda.device(device if device.type == "cuda" else -1):
         kernel[grid](
-            *arguments, **constants, BN=tiles.rows, BM=tiles.columns, num_warps=tiles.warps, num_stages=tiles.stages
+            *arguments,
+            **constants,
+            BN=tiles.rows,
+            BM=tiles.columns,
+            num_warps=tiles.warps,
+            num_stages=tiles.stages,
+            enable_fp_fusion=True,
         )
