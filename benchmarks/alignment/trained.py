@@ -47,6 +47,14 @@ class Task:
     config: dict[str, Any] = field(default_factory=dict)
 
 
+LANGUAGES = ("it", "ru", "es", "pt", "bg", "sl", "nl", "da", "et", "hu")
+
+
+def silver(*languages: str) -> tuple[str, ...]:
+    """Automatic links of XL-WA, English to these languages."""
+    return tuple(f"xlwa_en{language}/train_silver" for language in languages)
+
+
 GOLD = ("mtref/train", "edinburgh/train", "msr_rte/train")
 # For thousands of pairs; the short sides of MTRef are always the targets.
 LONG = {"epochs": 4, "both_ways": False}
@@ -71,6 +79,8 @@ TASKS = {
     "msr_rte": Task(("msr_rte/train",), "msr_rte/dev[:1/2]", "msr_rte/dev[1/2:]", recipe={"epochs": 6}),
     "enit": Task(("xlwa_enit/train_silver",), None, "xlwa_enit/dev", model="multi"),
     "enru": Task(("xlwa_enru/train_silver",), None, "xlwa_enru/dev", model="multi"),
+    "enit-romance": Task(silver("it", "es", "pt"), None, "xlwa_enit/dev", model="multi"),
+    "enru-ten": Task(silver(*LANGUAGES), None, "xlwa_enru/dev", model="multi", recipe={"epochs": 3}),
 }
 
 
