@@ -168,12 +168,10 @@ def _without_kernels(asked: Asked) -> str:
     """Why none of the GPU kernels was chosen for a problem on a GPU."""
     if triton.interpreted():
         return "TRITON_INTERPRET is set, which is for tests"
-    on_chip, large = _refused_by_small(asked), _refused_by_streamed(asked)
-    if on_chip is None or large is None:
-        large = (
-            _too_fine(asked) or f"{asked.pairs} pairs are fewer than the {LEAST_FOR_KERNELS} worth kernels of their own"
-        )
-    return large if max(asked.n, asked.m) > small.MOST_ATOMS else str(on_chip)
+    if max(asked.n, asked.m) <= small.MOST_ATOMS:
+        return str(_refused_by_small(asked))
+    fewer = f"{asked.pairs} pairs are fewer than the {LEAST_FOR_KERNELS} worth kernels of their own"
+    return _refused_by_streamed(asked) or _too_fine(asked) or fewer
 
 
 def _too_fine(asked: Asked) -> str | None:

@@ -20,7 +20,7 @@ from sinkformer.absorbed import exchanged, log_mass
 from sinkformer.certificates import penalised_gap, rounded_gap
 from sinkformer.differentiation import conjugate
 from sinkformer.relaxation import Relaxation
-from sinkformer.streamed.kernels import Scores, beyond, check
+from sinkformer.streamed.kernels import ANNEALING, LONGEST_STAY, ON_THE_WAY, Scores, beyond, check
 from sinkformer.streamed.pairs import LARGEST_COST, PairCosts, Pairs
 from sinkformer.streamed.ranks import Ranks
 
@@ -37,9 +37,8 @@ _SHARE = 0.5
 # A relaxed pair this many tolerances away is tried with a plain update.
 _NEARLY = 1.5
 _CHECK_EVERY = 10
-# Epsilon starts at this share of the range of the cost. It shrinks by the factor once the error is small, or after so many
-# sweeps: without the wait a 2 x 2 problem takes cost / epsilon sweeps.
-_ANNEALED_FROM, _ANNEALING, _ON_THE_WAY, _LONGEST_STAY = 0.3, 0.5, 0.1, 20
+# Epsilon starts at this share of the range of the cost.
+_ANNEALED_FROM = 0.3
 
 
 @torch.no_grad()
@@ -146,8 +145,8 @@ def _solve(
         shift = _translation(f, g, a, b, temperature, taus, pairs.ranks)
         g = _update(sweep.log_columns, g, b, seen.alone, temperature, taus[1], t) - shift
         stayed += 1
-        if error <= _ON_THE_WAY or stayed == _LONGEST_STAY:
-            temperature, stayed = max(epsilon, _ANNEALING * temperature), 0
+        if error <= ON_THE_WAY or stayed == LONGEST_STAY:
+            temperature, stayed = max(epsilon, ANNEALING * temperature), 0
     void = (b == 0).nonzero().flatten()
     if len(void):
         log_columns = _log_columns(pairs, f / epsilon + safe_log(a), epsilon, void)

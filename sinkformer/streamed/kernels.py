@@ -39,8 +39,9 @@ _FIRST_LOOK, _EVERY = 4, 10
 _GAIN, _MOST_SWEEPS, _PATIENCE = 2.0**-6, 200, 3
 # Factors, and sums of a new kernel, beyond e to this power are out of range.
 _REACH = 40.0
-# As in the iteration over blocks.
-_ANNEALING, _ON_THE_WAY, _LONGEST_STAY = 0.5, 0.1, 20
+# On the way to a small epsilon it shrinks by the factor once the error is small, or after so many sweeps: without the wait
+# a 2 x 2 problem takes cost / epsilon sweeps.
+ANNEALING, ON_THE_WAY, LONGEST_STAY = 0.5, 0.1, 20
 # Share of the goal that a stored kernel has to reach: room for what its factors add.
 _SHARE = 0.5
 _LOG2_E = math.log2(math.e)
@@ -223,7 +224,7 @@ class Scores:
                 spent += 1
                 continue
             if temperature > epsilon:
-                spent += _warm(kernel, min(_LONGEST_STAY, limit - spent))
+                spent += _warm(kernel, min(LONGEST_STAY, limit - spent))
             else:
                 best, idle = (error, 0) if error < best else (best, idle + 1)
                 if error <= goal or (goal >= 0 and idle == _PATIENCE):
@@ -232,7 +233,7 @@ class Scores:
                 spent += _run(kernel, memory, max(_SHARE * goal, gain * error), room)
             f = f + temperature * kernel.u.to(f.dtype).log()
             g = g + temperature * kernel.v.to(g.dtype).log()
-            temperature = max(epsilon, _ANNEALING * temperature)
+            temperature = max(epsilon, ANNEALING * temperature)
         return f, g, spent, memory
 
     def _absorb(self, kernel: Any, f: Potential, g: Potential, epsilon: float) -> tuple[float, bool]:
@@ -252,7 +253,7 @@ def _warm(kernel: Any, most: int) -> int:
     made = 0
     while made < most:
         made += _several(kernel, min(_FIRST_LOOK, most - made), 0.0)
-        if kernel.look().error <= _ON_THE_WAY:
+        if kernel.look().error <= ON_THE_WAY:
             break
     return made
 
@@ -291,7 +292,7 @@ class Density:
     """Products with the density k = exp((f + g - C) / epsilon) of solved potentials, by ``ops.scores``.
 
     Atoms of weight zero have their potentials too, but nothing bounds the density between two of them: such pairs count as
-    zero. What rounding to float32 takes from the exponents is given back as factors.
+    zero. What rounding to float32 takes from the exponents is given back as factors; in ``entropies`` for the rows only.
     """
 
     to: _Side

@@ -36,6 +36,11 @@ def _too_old(device: torch.device) -> str | None:
     return None
 
 
+def current(device: torch.device) -> torch.cuda.device:
+    """Context in which kernels are compiled for a device and launched there: triton takes the current one."""
+    return torch.cuda.device(device if device.type == "cuda" else -1)
+
+
 def interpreted() -> bool:
     """Whether triton runs its kernels in the interpreter, on CPU tensors."""
     return os.environ.get("TRITON_INTERPRET", "0") in ("1", "true", "on", "yes")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from sinkformer.ops.cpu import Solved
-from sinkformer.ops.triton import interpreted
+from sinkformer.ops.triton import current, interpreted
 
 # Atoms of a side. A tile of twice as many would fill all registers of a processor, 256 KiB.
 MOST_ATOMS = 128
@@ -130,8 +130,7 @@ def _launch(kernel: Any, count: int, arguments: tuple, constants: dict[str, Any]
     """One program for each problem, on the device of the arguments."""
     if not count:
         return
-    on_device = torch.cuda.device(arguments[0].device) if arguments[0].is_cuda else contextlib.nullcontext()
     # The interpreter's numbers are numpy's, which warns where a row has lost its mass.
     silent = np.errstate(all="ignore") if interpreted() else contextlib.nullcontext()
-    with on_device, silent:
+    with current(arguments[0].device), silent:
         kernel[(count,)](*arguments, **constants, **_options(constants["N"], constants["M"], dtype))

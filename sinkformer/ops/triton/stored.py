@@ -21,6 +21,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sinkformer.ops.triton import current
+
 # Larger exponents are potentials out of proportion; the sums then say so.
 _LARGEST_EXPONENT = tl.constexpr(96.0)
 # Larger violations are not squared: float32 has no room for it, and nobody compares them.
@@ -468,7 +470,7 @@ def _cut(size: int, parts: int, unit: int) -> int:
 
 
 def _launch(kernel: Any, grid: tuple[int, ...], first: Tensor, *rest: Any, **constants: Any) -> None:
-    with torch.cuda.device_of(first):
+    with current(first.device):
         kernel[grid](first, *rest, enable_fp_fusion=True, **constants)
 
 

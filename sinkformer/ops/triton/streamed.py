@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sinkformer.ops.triton import interpreted
+from sinkformer.ops.triton import current, interpreted
 
 # Programs for each multiprocessor: enough that the last ones do not wait for long.
 _PROGRAMS_EACH = 4
@@ -265,9 +265,7 @@ def _launch(name: str, grid: tuple[int, int, int], arguments: tuple, constants: 
     kernel = getattr(importlib.import_module("sinkformer.ops.triton.score_kernels"), f"{name}_kernel")
     if interpreted():  # which multiplies neither bfloat16 nor in TF32
         constants = {key: "widened" if key.endswith("PRECISION") else x for key, x in constants.items()}
-    # Compiled for the current device, which need not be that of the tensors.
-    device = arguments[0].device
-    with torch.cuda.device(device if device.type == "cuda" else -1):
+    with current(arguments[0].device):
         kernel[grid](
             *arguments,
             **constants,
